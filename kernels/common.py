@@ -1,0 +1,100 @@
+"""What every op shares: choosing an implementation, and refusing bad arguments with one line that says what to do.
+
+An op's folder holds ``naive.py`` (ground truth, materialises what the papers materialise) and ``eager.py`` (plain PyTorch,
+table-free, the fast CPU path). The public function in its ``__init__.py`` validates, picks one and calls it.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+IMPLS = ("naive", "eager", "fused", "auto")
+_log = logging.getLogger("tablefree.kernels")
+_said: set[str] = set()
+_checked_override: bool | None = None
+
+
+def select_impl(op: str, impl: str, available: Sequence[str] = ("naive", "eager")) -> str:
+    """Return the implementation of ``op`` to run: ``impl`` itself, or what ``auto`` means here (said once in the log).
+
+    Raises ValueError when ``impl`` is unknown, or known but not built for this op.
+    """
+    if impl == "auto":
+        if op not in _said:
+            _said.add(op)
+            _log.info("%s: impl='auto' runs 'eager'", op)
+        return "eager"
+    if impl not in IMPLS:
+        raise ValueError(f"{op}: impl must be one of {', '.join(IMPLS)}; got {impl!r}")
+    if impl not in available:
+        raise ValueError(f"{op}: impl={impl!r} is not available in this version; use one of {', '.join(available)} or auto")
+    return impl
+
+
+def is_checked(device: torch.device) -> bool:
+    """Whether values (ids in range, targets in range) are checked on ``device``: by default on a CPU, where it costs no sync.
+
+    ``TABLEFREE_CHECKED=1`` checks everywhere, ``=0`` nowhere; ``checked_mode`` overrides both.
+    """
+    if _checked_override is not None:
+        return _checked_override
+    setting = os.environ.get("TABLEFREE_CHECKED")
+    return device.type == "cpu" if setting is None else setting != "0"
+
+
+@contextlib.contextmanager
+def checked_mode(enabled: bool) -> Iterator[None]:
+    """Turn value checks on or off inside the block, whatever the device."""
+    global _checked_override
+    before, _checked_override = _checked_override, enabled
+    try:
+        yield
+    finally:
+        _checked_override = before
+
+
+def require_tensor(op: str, name: str, value: object) -> torch.Tensor:
+    """Raise TypeError unless ``value`` is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    return value
+
+
+def require_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise TypeError unless ``tensor`` has one of ``dtypes``."""
+    if require_tensor(op, name, tensor).dtype not in dtypes:
+        expected = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{op}: {name} must be {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def require_shape(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int | str]) -> None:
+    """Raise ValueError unless ``tensor`` has ``shape``; a string entry names a free dimension ("V") for the message."""
+    actual = tuple(require_tensor(op, name, tensor).shape)
+    if len(actual) != len(shape) or any(isinstance(e, int) and a != e for a, e in zip(actual, shape)):
+        expected = ", ".join(str(s) for s in shape)
+        raise ValueError(f"{op}: {name} must have shape [{expected}], got {list(actual)}")
+
+
+def require_same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all given tensors (None is skipped) are on one device."""
+    devices = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"{op}: all tensors must be on one device, got " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
+
+
+def require_in_range(op: str, name: str, ids: torch.Tensor, size: int, what: str = "vocabulary") -> None:
+    """In checked mode, raise IndexError when any id lies outside [0, size). Call it inside the op's real (non-fake) body."""
+    if ids.numel() == 0 or not is_checked(ids.device):
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        raise IndexError(f"{op}: {name} must lie in [0, {size}) ({what} size); got values from {low} to {high}")
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype an op's floating operand should have: autocast's when autocast is on for its device, else its own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype

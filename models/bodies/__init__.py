@@ -1,0 +1,1 @@
+"""Decoder bodies without a vocabulary: gpt2, llama, gemma3."""

@@ -1,0 +1,40 @@
+"""How every command line ends: exit code 0, one line on stderr for what a user can mend, a traceback only with --debug."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from models.errors import UserError
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that every command has."""
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run ``main`` with the process's arguments and exit: 0 (or what it returns), 1 or 2 for a UserError, 130 for Ctrl-C."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    argv = sys.argv[1:]
+    try:
+        sys.exit(main(argv) or 0)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except (UserError, OSError) as error:
+        if "--debug" in argv:
+            raise
+        print(f"error: {describe(error)}", file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 1))
+
+
+def describe(error: Exception) -> str:
+    """The error as one line; an OSError names its file."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -1,0 +1,1 @@
+"""Scores of a trained arm: validation loss, perplexity, bits per byte."""

@@ -1,0 +1,27 @@
+"""Helpers shared by the tests: the three-way tolerance, and tensors with awkward strides."""
+
+import torch
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root-mean-square error of ``actual`` relative to the root-mean-square of ``expected`` (fp64 arithmetic)."""
+    difference = (actual.double() - expected.double()).square().mean().sqrt()
+    return float(difference / expected.double().square().mean().sqrt().clamp_min(1e-30))
+
+
+def assert_as_accurate(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, name: str = "output", slack: float = 1e-7) -> None:
+    """Three-way tolerance: our error against the fp64 truth is at most 3x that of plain PyTorch in the same dtype."""
+    assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(truth.shape)}"
+    assert torch.isfinite(ours).all(), f"{name}: not finite"
+    if truth.numel() == 0:
+        return
+    error, allowed = relative_error(ours, truth), 3 * relative_error(same_dtype, truth) + slack
+    assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a view whose strides are neither contiguous nor positive multiples of a block."""
+    padded = torch.zeros(*(2 * n + 1 for n in tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    view = padded[tuple(slice(1, 2 * n + 1, 2) for n in tensor.shape)]
+    view.copy_(tensor)
+    return view
