@@ -33,6 +33,12 @@ class ModelDescription:
     code_bits: int  # width of the sign codes; 0 when the arm has none
     input_scale: float  # multiplies the interface's output
 
+    def with_impl(self, impl: str) -> "ModelDescription":
+        """The same model with its ops run by ``impl``."""
+        return dataclasses.replace(
+            self, arm=dataclasses.replace(self.arm, impl=impl), body=dataclasses.replace(self.body, impl=impl)
+        )
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
