@@ -9,7 +9,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.double().square().mean().sqrt().clamp_min(1e-30))
 
 
-def assert_as_accurate(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, name: str = "output", slack: float = 1e-7) -> None:
+def assert_as_accurate(
+    ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, name: str = "output", slack: float = 1e-7
+) -> None:
     """Three-way tolerance: our error against the fp64 truth is at most 3x that of plain PyTorch in the same dtype."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(truth.shape)}"
     assert torch.isfinite(ours).all(), f"{name}: not finite"
