@@ -1,7 +1,8 @@
 """Timing: providers take turns, so that a noisy machine disturbs all of them alike and their ratios hold.
 
 After a warm-up of every provider, round after round runs A B C A B C ...; a slow minute then slows each provider's run of that
-round. Reported are the 20th, 50th and 80th percentile of the wall time of single calls. Directions: ``forward`` runs under no_grad
+round. Reported are the 20th, 50th and 80th percentile of the wall time of single calls (rows also keep the least, for machines that are
+never quiet). Directions: ``forward`` runs under no_grad
 (inference); ``forward+backward`` runs a training step's part, with a fixed output gradient and the leaves' old gradients freed
 before the clock starts.
 """
@@ -20,8 +21,9 @@ MIN_RUNS = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """Quantiles of the wall time of one call in milliseconds, and how many calls they come from."""
+    """The least wall time of one call and its quantiles in milliseconds, and how many calls they come from."""
 
+    least: float
     p20: float
     p50: float
     p80: float
@@ -92,5 +94,5 @@ def interleave(calls: Mapping[str, Callable[[], float]], effort: Effort) -> dict
 
 
 def summarise(seconds: list[float]) -> Timing:
-    quantiles = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)) * 1e3
+    quantiles = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.0, 0.2, 0.5, 0.8], dtype=torch.float64)) * 1e3
     return Timing(*quantiles.tolist(), runs=len(seconds))

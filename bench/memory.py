@@ -32,12 +32,17 @@ import torch
 
 from bench.case import Op, Provider, Setting, Shape, load_op
 from bench.frame import drop_gradients, output_gradient, run_once
+from models.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 STATUS, CLEAR_REFS, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 MB = 1e6
 Peak = Callable[[Callable[[], object]], int]  # runs a call and returns its peak above the baseline in bytes
 Found = dict[str, int | None]  # direction -> bytes; None where it cannot be measured
+
+
+class MeasureError(UserError):
+    """The process that measures memory died, for want of memory for example."""
 
 
 def proc_bytes(path: Path, field: str) -> int:
@@ -81,7 +86,7 @@ def child_environment() -> dict[str, str]:
 def measure(op: str, provider: str, shapes: Sequence[Shape], directions: Sequence[str], setting: Setting) -> list[Found]:
     """Extra bytes of ``provider`` for each of ``shapes`` and ``directions``: one {direction: bytes} per shape.
 
-    None stands for "cannot be measured here". Raises RuntimeError with the child's last words when the child dies.
+    None stands for "cannot be measured here". Raises MeasureError with the child's last words when the child dies.
     """
     if setting.device != "cpu":
         case = load_op(op)
@@ -99,7 +104,7 @@ def run_child(request: dict) -> list[Found]:
     )
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"no message, exit status {done.returncode}"])[-1]
-        raise RuntimeError(f"measuring the memory of {request['op']} {request['provider']} failed: {words}")
+        raise MeasureError(f"measuring the memory of {request['op']} {request['provider']} failed: {words}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
