@@ -4,6 +4,9 @@ import torch
 
 from kernels.common import require_dtype, require_shape, require_tensor
 
+_SIGN_BIT = -(1 << 31)
+_MINUS_ONE = 0xBF800000 - (1 << 32)  # the bits of -1.0 in fp32, as an int32
+
 
 def pack_sign_codes(matrix: torch.Tensor) -> torch.Tensor:
     """Pack the signs of ``matrix`` [V, K] (any real dtype, or bool with True for +1) into int32 words [V, ceil(K / 32)].
@@ -36,6 +39,8 @@ def unpack_sign_codes(codes: torch.Tensor, bits: int, dtype: torch.dtype = torch
     if codes.dim() == 0 or codes.shape[-1] != (bits + 31) // 32:
         words = (bits + 31) // 32
         raise ValueError(f"{op}: codes must have a last dimension of {words} words for {bits} bits, got {list(codes.shape)}")
-    shift = torch.arange(32, dtype=torch.int32, device=codes.device)
-    ones = (codes.unsqueeze(-1) >> shift).bitwise_and_(1)
-    return ones.flatten(-2)[..., :bits].to(dtype).mul_(2).sub_(1)
+    shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=codes.device)
+    # A code's bit, inverted, is the sign bit of its fp32 value: three integer passes over one buffer, no arithmetic.
+    values = torch.bitwise_left_shift(codes.unsqueeze(-1), shifts)
+    values.bitwise_and_(_SIGN_BIT).bitwise_xor_(_MINUS_ONE)
+    return values.view(torch.float32).flatten(-2)[..., :bits].to(dtype)
