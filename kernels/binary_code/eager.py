@@ -1,0 +1,53 @@
+"""Plain PyTorch: parities of packed words give the K code values [T, K], which are then written out to the width once."""
+
+import torch
+
+from .packing import require_values
+
+
+def _parity(words: torch.Tensor) -> torch.Tensor:
+    """1 where a word has an odd number of set bits, else 0, by folding halves onto each other."""
+    for half in (32, 16, 8, 4, 2, 1):
+        words = words ^ (words >> half)
+    return words & 1
+
+
+def _widen(values: torch.Tensor, d_model: int, lift: str) -> torch.Tensor:
+    """Code values [T, K] to rows [T, d_model]."""
+    bits = values.shape[1]
+    if lift == "interleave":
+        return values.index_select(1, torch.arange(d_model, device=values.device) * bits // d_model)
+    rows = values.new_empty(values.shape[0], d_model)
+    rows[:, :bits] = values
+    filled = bits
+    while filled < d_model:  # double what is there: long contiguous copies instead of d / K short ones
+        rows[:, filled : 2 * filled] = rows[:, : min(filled, d_model - filled)]
+        filled *= 2
+    return rows
+
+
+@torch.library.custom_op("tablefree::binary_code_embedding", mutates_args=())
+def binary_code_embedding(
+    ids: torch.Tensor,
+    d_model: int,
+    bits: int,
+    matrix: torch.Tensor | None,
+    offset: int,
+    lift: str,
+    scale: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows [*ids.shape, d_model] in ``dtype``; see ``kernels.binary_code.binary_code_embedding``."""
+    require_values(ids, bits, matrix)
+    word = ids.reshape(-1, 1).long()
+    bit = torch.arange(bits, device=ids.device)
+    code = (word >> bit) & 1 if matrix is None else _parity(word & matrix)
+    code = code ^ ((torch.full_like(bit, offset) >> bit) & 1)
+    low, high = {"01": (0.0, 1.0), "pm1": (-1.0, 1.0), "unit_rms": (0.0, 2**0.5)}[scale]
+    values = (low + (high - low) * code.double()).to(dtype)
+    return _widen(values, d_model, lift).view(*ids.shape, d_model)
+
+
+@binary_code_embedding.register_fake
+def _(ids, d_model, bits, matrix, offset, lift, scale, dtype):
+    return ids.new_empty(*ids.shape, d_model, dtype=dtype)

@@ -1,0 +1,17 @@
+"""The value check that both implementations of the Kronecker op share; it reads the tensor, so it runs in the op's real body."""
+
+import torch
+
+from kernels.common import is_checked
+
+
+def require_lengths(op: str, length: torch.Tensor, positions: int) -> None:
+    """In checked mode, raise ValueError when the length of a token in use lies outside [0, P]."""
+    if length.numel() == 0 or not is_checked(length.device):
+        return
+    low, high = (int(v) for v in torch.aminmax(length))
+    if low < 0 or high > positions:
+        raise ValueError(
+            f"{op}: lengths must lie in [0, {positions}] (the byte positions P of token_bytes); got values from {low} to {high}; "
+            "cut longer tokens to P bytes when the byte buffer is built"
+        )
