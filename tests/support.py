@@ -1,5 +1,7 @@
 """Helpers shared by the tests: the three-way tolerance, and tensors with awkward strides."""
 
+import random
+
 import torch
 
 
@@ -9,7 +11,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.double().square().mean().sqrt().clamp_min(1e-30))
 
 
-def assert_as_accurate(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, name: str = "output", slack: float = 1e-7) -> None:
+def assert_as_accurate(
+    ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, name: str = "output", slack: float = 1e-7
+) -> None:
     """Three-way tolerance: our error against the fp64 truth is at most 3x that of plain PyTorch in the same dtype."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(truth.shape)}"
     assert torch.isfinite(ours).all(), f"{name}: not finite"
@@ -25,3 +29,13 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     view = padded[tuple(slice(1, 2 * n + 1, 2) for n in tensor.shape)]
     view.copy_(tensor)
     return view
+
+
+def synthetic_text(sentences: int, seed: int = 0) -> str:
+    """Small sentences that a model can learn something from, one paragraph every eight."""
+    draw = random.Random(seed)
+    nouns = "river stone king garden letter horse winter music captain island".split()
+    verbs = "carries finds follows remembers paints breaks answers".split()
+    places = "under the bridge,near the old mill,in São Paulo,at 7 o'clock,beyond the naïve sea".split(",")
+    lines = [f"The {draw.choice(nouns)} {draw.choice(verbs)} a {draw.choice(nouns)} {draw.choice(places)}." for _ in range(sentences)]
+    return "\n\n".join(" ".join(lines[i : i + 8]) for i in range(0, len(lines), 8))
