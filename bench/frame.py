@@ -1,10 +1,9 @@
 """Timing: providers take turns, so that a noisy machine disturbs all of them alike and their ratios hold.
 
 After a warm-up of every provider, round after round runs A B C A B C ...; a slow minute then slows each provider's run of that
-round. Reported are the 20th, 50th and 80th percentile of the wall time of single calls (rows also keep the least, for machines that are
-never quiet). Directions: ``forward`` runs under no_grad
-(inference); ``forward+backward`` runs a training step's part, with a fixed output gradient and the leaves' old gradients freed
-before the clock starts.
+round. Reported are the 20th, 50th and 80th percentile of the wall time of single calls (rows also keep the least, for a machine
+that is never quiet). Directions: ``forward`` runs under no_grad (inference); ``forward+backward`` is a training step's part, with
+a fixed output gradient and the leaves' old gradients freed before the clock starts.
 """
 
 import time

@@ -1,5 +1,6 @@
-"""The picture of a sweep: time above, extra memory below, one column per varied axis and direction, one line per provider."""
+"""The picture of a sweep: time, extra and held memory; one column per varied axis and direction, one line per provider."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,12 @@ from bench.case import Op, Shape
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; a marker each, so that grey-scale prints work too.
 STYLES = (("#000000", "o"), ("#D55E00", "s"), ("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"))
-GRID = {"squeeze": False, "sharex": "col", "sharey": "row"}
+GRID = {"squeeze": False, "sharex": "col", "sharey": "row", "height_ratios": (1.3, 1, 1)}
+PANELS = (
+    ("ms_p50", "time of one call [ms]\n(median; band: 20 to 80 %)"),
+    ("extra_mb", "extra memory\nat the peak [MB]"),
+    ("held_mb", "memory held\nbetween calls [MB]"),
+)
 
 
 def draw(path: Path, op: Op, rows: Sequence[dict], shape: Shape) -> bool:
@@ -21,18 +27,17 @@ def draw(path: Path, op: Op, rows: Sequence[dict], shape: Shape) -> bool:
     from matplotlib import pyplot
 
     columns = [(axis, direction) for axis in axes for direction in op.directions]
-    figure, grid = pyplot.subplots(2, len(columns), figsize=(1.2 + 3.4 * len(columns), 6.6), **GRID)
-    styles = dict(zip(dict.fromkeys(row["provider"] for row in rows), STYLES * len(rows)))
+    figure, grid = pyplot.subplots(len(PANELS), len(columns), figsize=(1.2 + 3.4 * len(columns), 8.4), **GRID)
+    styles = dict(zip(dict.fromkeys(row["provider"] for row in rows), itertools.cycle(STYLES), strict=False))
     for column, (axis, direction) in enumerate(columns):
         chosen = [row for row in on_axis(rows, shape, axis) if row["direction"] == direction]
         grid[0][column].set_title(direction)
-        draw_panel(grid[0][column], chosen, axis, "ms_p50", styles)
-        draw_panel(grid[1][column], chosen, axis, "extra_mb", styles)
+        for panels, (value, label) in zip(grid, PANELS, strict=True):
+            draw_panel(panels[column], chosen, axis, value, styles)
+            panels[0].set_ylabel(label)
         others = ", ".join(f"{a}={shape[a]:,}" for a in op.axes if a != axis)
-        grid[1][column].set_xlabel(f"{axis}: {op.axes[axis]}\n({others})")
-        label_sizes(grid[1][column], sizes(rows, shape, axis))
-    grid[0][0].set_ylabel("time of one call [ms]\n(median; band: 20 to 80 %)")
-    grid[1][0].set_ylabel("extra memory at the peak [MB]")
+        grid[-1][column].set_xlabel(f"{axis}: {op.axes[axis]}\n({others})")
+        label_sizes(grid[-1][column], sizes(rows, shape, axis))
     finish(figure, grid, op, rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -60,28 +65,21 @@ def label_sizes(panel, ticks: Sequence[int]) -> None:
     """Name exactly the measured sizes on the logarithmic axis."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    panel.set_xticks(list(ticks), [short(size) for size in ticks])
+    panel.set_xticks(list(ticks), [f"{size:,}" for size in ticks])
     panel.xaxis.set_minor_locator(NullLocator())
     plain = FuncFormatter(lambda value, position: f"{value:g}")
     for axes in panel.figure.axes:
         axes.yaxis.set_major_formatter(plain)
 
 
-def short(size: int) -> str:
-    """1024 -> "1Ki", 50257 -> "50.3k", 60 -> "60"."""
-    if size >= 1024 and size % 1024 == 0:
-        return f"{size // 1024}Ki"
-    return f"{size / 1000:.1f}k" if size >= 1000 else str(size)
-
-
 def finish(figure, grid, op: Op, row: dict) -> None:
-    handles = {label: handle for panel in grid.flat for handle, label in zip(*panel.get_legend_handles_labels())}
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.955), "frameon": False}
+    handles = {label: handle for panel in grid.flat for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.965), "frameon": False}
     figure.legend(handles.values(), handles.keys(), ncols=len(handles), **place)
     commit = (row["git_commit"] or "no commit")[:9] + ("+" if row["git_dirty"] else "")
     machine = f"{row['device']}, {row['threads']} threads, {row['dtype']}, torch {row['torch']}, {commit}"
-    figure.suptitle(f"{op.name}   ({machine})", fontsize=11, y=0.985)
-    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.suptitle(f"{op.name}   ({machine})", fontsize=11, y=0.988)
+    figure.tight_layout(rect=(0, 0, 1, 0.945))
 
 
 def on_axis(rows: Sequence[dict], shape: Shape, axis: str) -> list[dict]:

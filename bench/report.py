@@ -15,8 +15,9 @@ from bench.memory import MB
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
-    *("op", "provider", "shape", "dtype", "direction", "ms_min", "ms_p20", "ms_p50", "ms_p80", "runs", "extra_mb", "held_mb", "max_error"),
-    *("ids", "device", "threads", "torch", "triton", "python", "git_commit", "git_dirty", "utc", "command"),
+    *("op", "provider", "shape", "dtype", "direction", "ms_min", "ms_p20", "ms_p50", "ms_p80", "runs"),
+    *("extra_mb", "held_mb", "max_error", "ids", "device", "threads", "torch", "triton", "python"),
+    *("git_commit", "git_dirty", "utc", "command"),
 )
 HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "speed-up", "extra MB", "held MB", "error")
 
@@ -100,7 +101,7 @@ def table(rows: Sequence[dict]) -> str:
         widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
         lines.append(f"  {direction}")
         for line in cells:
-            aligned = [line[0].ljust(widths[0])] + [text.rjust(width) for text, width in zip(line[1:], widths[1:])]
+            aligned = [line[0].ljust(widths[0])] + [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
             lines.append("    " + "  ".join(aligned))
     return "\n".join(lines)
 

@@ -68,7 +68,8 @@ def measure_memory(plan: Plan, fits: Sequence[Sequence[Provider]]) -> dict[tuple
         places = [i for i, its in enumerate(fits) if provider in its]
         shapes = [plan.shapes[i] for i in places]
         rows = memory.measure(plan.op.name, provider.name, shapes, plan.op.directions, plan.setting)
-        found |= {(provider.name, i, direction): extra for i, row in zip(places, rows) for direction, extra in row.items()}
+        for i, row in zip(places, rows, strict=True):
+            found |= {(provider.name, i, direction): extra for direction, extra in row.items()}
     if None in found.values():
         print("extra memory is not measured: it needs Linux and a writable /proc/self/clear_refs")
     return found
@@ -97,7 +98,7 @@ def run(plan: Plan, out: Path, origin: Mapping) -> list[dict]:
     extra = measure_memory(plan, fits)
     rows_path, picture = out / f"{op.name}.jsonl", out / f"{op.name}.png"
     rows = []
-    for i, (shape, providers) in enumerate(zip(plan.shapes, fits)):
+    for i, (shape, providers) in enumerate(zip(plan.shapes, fits, strict=True)):
         new = [
             report.make_row(
                 *(op.name, name, shape, setting, direction, timing, extra[name, i, direction], held),
