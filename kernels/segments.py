@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 def gather_sum(rows: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Row s of the result is the sum over n in [starts[s], starts[s + 1]) of ``scale[n] * rows[index[n]]``; empty segments give 0.
+    """Row s of the result is the sum over n in [starts[s], starts[s + 1]) of ``scale[n] * rows[index[n]]``; none: 0.
 
     rows [R, d] floating, index [N] int64 into the rows, starts [S] int64 not decreasing, first entry 0, scale [N] in the rows' dtype
     (None: 1) -> [S, d].
