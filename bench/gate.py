@@ -7,6 +7,7 @@ first notices small errors everywhere, the second a few wrong elements.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,12 +18,19 @@ from models.errors import UserError
 FACTOR = 3.0
 
 
+class Errors(NamedTuple):
+    """Root-mean-square and largest absolute error, both relative to the root-mean-square of the true tensor."""
+
+    rms: float
+    largest: float
+
+
 class GateError(UserError):
     """A provider's result is wrong; nothing was timed."""
 
 
-def check(op: Op, providers: Sequence[Provider], setting: Setting) -> dict[str, dict[str, float]]:
-    """Compare ``providers`` with naive in fp64; return provider -> direction -> largest error (relative, see ``errors``).
+def check(op: Op, providers: Sequence[Provider], setting: Setting) -> dict[str, dict[str, Errors]]:
+    """Compare ``providers`` with naive in fp64; return provider -> direction -> worst errors over output and gradients.
 
     Providers that compute another function are only checked for their output's shape and get no error. Raises GateError.
     """
@@ -30,7 +38,7 @@ def check(op: Op, providers: Sequence[Provider], setting: Setting) -> dict[str, 
     exact = {name: op.place(name, tensor, setting.device, torch.float64) for name, tensor in inputs.items()}
     truth = results(op, op.providers["naive"], exact, setting)
     plain = results(op, op.providers["naive"], inputs, setting)
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Errors]] = {}
     for provider in providers:
         ours = results(op, provider, inputs, setting)
         found[provider.name] = compare(op, provider, ours, plain, truth, setting) if provider.same_function else {}
@@ -44,22 +52,21 @@ def compare(
     plain: Mapping[str, torch.Tensor],
     truth: Mapping[str, torch.Tensor],
     setting: Setting,
-) -> dict[str, float]:
+) -> dict[str, Errors]:
     slack = op.slack * torch.finfo(setting.torch_dtype).eps
-    largest = {FORWARD: 0.0, FORWARD_BACKWARD: 0.0}
+    found = {}
     for name, expected in truth.items():
-        rms, worst = errors(ours[name], expected)
-        plain_rms, plain_worst = errors(plain[name], expected)
+        rms, largest = found[name] = errors(ours[name], expected)
+        base = errors(plain[name], expected)
+        allowed = Errors(FACTOR * base.rms + slack, FACTOR * base.largest + 4 * slack)
         # Written so that NaN fails.
-        if not (rms <= FACTOR * plain_rms + slack and worst <= FACTOR * plain_worst + 4 * slack):
+        if not (rms <= allowed.rms and largest <= allowed.largest):
             raise GateError(
-                f"{op.name}: {provider.name} failed the gate: {name} differs from naive in fp64 by {rms:.2e} (rms) and {worst:.2e} "
-                f"(largest), allowed {FACTOR * plain_rms + slack:.2e} and {FACTOR * plain_worst + 4 * slack:.2e}; nothing was timed"
+                f"{op.name}: {provider.name} failed the gate: {name} differs from naive in fp64 by {rms:.2e} (rms) and "
+                f"{largest:.2e} (largest), allowed {allowed.rms:.2e} and {allowed.largest:.2e}; nothing was timed"
             )
-        largest[FORWARD_BACKWARD] = max(largest[FORWARD_BACKWARD], worst)
-        if name == "output":
-            largest[FORWARD] = worst
-    return {direction: largest[direction] for direction in op.directions}
+    worst = {FORWARD: found["output"], FORWARD_BACKWARD: Errors(*(max(values) for values in zip(*found.values(), strict=True)))}
+    return {direction: worst[direction] for direction in op.directions}
 
 
 def results(op: Op, provider: Provider, inputs: Inputs, setting: Setting) -> dict[str, torch.Tensor]:
@@ -75,8 +82,7 @@ def results(op: Op, provider: Provider, inputs: Inputs, setting: Setting) -> dic
     return {"output": output.detach()} | {f"gradient of {n}": g for n, g in prepared.gradients().items()}
 
 
-def errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """Root-mean-square and largest absolute error, both relative to the root-mean-square of ``expected``."""
+def errors(actual: torch.Tensor, expected: torch.Tensor) -> Errors:
     scale = expected.double().square().mean().sqrt().clamp_min(1e-30)
     difference = (actual.double() - expected.double()).abs()
-    return float(difference.square().mean().sqrt() / scale), float(difference.max() / scale)
+    return Errors(float(difference.square().mean().sqrt() / scale), float(difference.max() / scale))

@@ -11,15 +11,16 @@ import torch
 
 from bench.case import Setting, Shape
 from bench.frame import Timing
+from bench.gate import Errors
 from bench.memory import MB
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
     *("op", "provider", "shape", "dtype", "direction", "ms_min", "ms_p20", "ms_p50", "ms_p80", "runs"),
-    *("extra_mb", "held_mb", "max_error", "ids", "device", "threads", "torch", "triton", "python"),
+    *("extra_mb", "held_mb", "rms_error", "max_error", "ids", "device", "threads", "torch", "triton", "python"),
     *("git_commit", "git_dirty", "utc", "command"),
 )
-HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "speed-up", "extra MB", "held MB", "error")
+HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "speed-up", "extra MB", "held MB", "rms error")
 
 
 def provenance(setting: Setting, command: Sequence[str]) -> dict:
@@ -76,14 +77,15 @@ def make_row(
     timing: Timing,
     extra_bytes: int | None,
     held_bytes: int,
-    max_error: float | None,
+    error: Errors | None,
     origin: Mapping,
 ) -> dict:
-    """One result, keyed as FIELDS: milliseconds, MB of 10^6 bytes, error against naive in fp64 (None: not comparable)."""
+    """One result, keyed as FIELDS: milliseconds, MB of 10^6 bytes, errors against naive in fp64 (None: not comparable)."""
     times = {"ms_min": timing.least, "ms_p20": timing.p20, "ms_p50": timing.p50, "ms_p80": timing.p80, "runs": timing.runs}
     memory = {"extra_mb": None if extra_bytes is None else round(extra_bytes / MB, 3), "held_mb": round(held_bytes / MB, 3)}
+    errors = {"rms_error": error and error.rms, "max_error": error and error.largest}
     row = {"op": op, "provider": provider, "shape": dict(shape), "dtype": setting.dtype, "direction": direction}
-    return row | {k: round(v, 5) for k, v in times.items()} | memory | {"max_error": max_error} | dict(origin)
+    return row | {k: round(v, 5) for k, v in times.items()} | memory | errors | dict(origin)
 
 
 def append_rows(path: Path, rows: Sequence[dict]) -> None:
@@ -108,7 +110,7 @@ def table(rows: Sequence[dict]) -> str:
 
 def table_cells(row: dict, first: dict) -> tuple[str, ...]:
     extra = "-" if row["extra_mb"] is None else f"{row['extra_mb']:.1f}"
-    error = "-" if row["max_error"] is None else f"{row['max_error']:.1e}"
+    error = "-" if row["rms_error"] is None else f"{row['rms_error']:.1e}"
     times = [f"{row[key]:.4g}" for key in ("ms_p20", "ms_p50", "ms_p80")]
     return (row["provider"], *times, f"{first['ms_p50'] / row['ms_p50']:.2f}x", extra, f"{row['held_mb']:.1f}", error)
 

@@ -19,7 +19,9 @@ def test_speed(benchmark, name, impl, direction):
     op = load_op(name)
     provider = op.providers[impl]
     gate.check(op, [provider], SETTING)
-    prepared, gradient = provider.build(op.make_inputs(op.small, SETTING), op.small), output_gradient(op, op.small, SETTING)
+    prepared = provider.build(op.make_inputs(op.small, SETTING), op.small)
+    gradient = output_gradient(op, op.small, SETTING)
     benchmark.group = f"{name} {direction}"
-    # One call a round: the old gradients are dropped outside the clock.
-    benchmark.pedantic(run_once, (prepared, direction, gradient), setup=lambda: drop_gradients(prepared), rounds=20, warmup_rounds=2)
+    call = {"target": run_once, "args": (prepared, direction, gradient)}
+    # One call a round, so that the old gradients are dropped outside the clock.
+    benchmark.pedantic(**call, setup=lambda: drop_gradients(prepared), rounds=20, warmup_rounds=2)
