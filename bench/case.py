@@ -21,11 +21,11 @@ Inputs = Mapping[str, torch.Tensor]
 class Prepared:
     """A provider bound to inputs and ready to run.
 
-    forward   computes the output; called under no_grad for the forward direction
-    leaves    tensors whose gradients the backward direction computes, by name
-    constants what the provider keeps between calls besides its leaves: codes, tables
-    activations names of leaves that are inputs of the call and not kept between calls
-    transposed  names of two-dimensional leaves that this provider stores transposed
+    forward      computes the output; called under no_grad for the forward direction
+    leaves       tensors whose gradients the backward direction computes, by name
+    constants    what the provider keeps between calls besides its leaves: codes, tables
+    activations  names of leaves that are inputs of the call and not kept between calls
+    transposed   names of two-dimensional leaves that this provider stores transposed
     """
 
     forward: Callable[[], torch.Tensor]
@@ -48,12 +48,12 @@ class Prepared:
 class Provider:
     """One way to compute an op.
 
-    build         (inputs, shape) -> Prepared
-    same_function whether it computes the op's function (then the gate compares it with naive in fp64); a layer that the op
-                  replaces, such as nn.Embedding, computes another function of the same shape
-    peer          whether it runs only with --peers
-    missing       returns "" when the provider can run here, else one line that says what to install
-    needs         shape -> bytes it needs at its peak in fp32 (roughly), so that a shape that does not fit is skipped
+    build          (inputs, shape) -> Prepared
+    same_function  whether it computes the op's function (then the gate compares it with naive in fp64); a layer that the op
+                   replaces, such as nn.Embedding, computes another function of the same shape
+    peer           whether it runs only with --peers
+    missing        returns "" when the provider can run here, else one line that says what to install
+    needs          shape -> bytes it needs at its peak in fp32 (roughly), so that a shape that does not fit is skipped
     """
 
     name: str
@@ -72,9 +72,9 @@ class Op:
     default      the shape timed; sweeps vary one axis of it
     small        the shape of the gate, of the warm-up and of ``pytest bench``; odd sizes
     inputs       (shape, generator, ids) -> CPU tensors, floating ones in fp32; ids is "text" or "uniform"
-    output_axes  the axes of the output ("" for a scalar)
+    output_axes  the axes of the output (none for a scalar)
     fixed        names of floating inputs that keep fp32 whatever the dtype
-    slack        error that the gate allows on top of three times naive's, in units of the dtype's epsilon
+    slack        rms error that the gate allows on top of three times naive's, in units of the dtype's epsilon
     """
 
     name: str

@@ -1,5 +1,6 @@
 """One benchmark run of one op: gate, then for each shape memory, timing, table, rows and, at the end, the plots."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ def measure_memory(plan: Plan, fits: Sequence[Sequence[Provider]]) -> dict[tuple
     for provider in plan.providers:
         places = [i for i, its in enumerate(fits) if provider in its]
         shapes = [plan.shapes[i] for i in places]
+        if sys.stderr.isatty():
+            print(f"measuring the memory of {provider.name}", file=sys.stderr)
         rows = memory.measure(plan.op.name, provider.name, shapes, plan.op.directions, plan.setting)
         for i, row in zip(places, rows, strict=True):
             found |= {(provider.name, i, direction): extra for direction, extra in row.items()}
