@@ -137,16 +137,16 @@ def list_presets(names: list[str]) -> list[dict[str, Any]]:
     from models.account import Account
     from models.arm import build_model
     from models.settings import ArmSettings, RunSettings
-    from models.vocab.vocabulary import blank_vocabulary
+    from models.vocab.fixed_data import blank_data
 
     rows = []
     for name in names:
         preset = find_preset(name)
         for label, parts in preset.arms.items():
             arm = parse_arm(parts, ArmSettings(preset=name))
-            vocabulary = blank_vocabulary(arm, preset.vocab_size, preset.code_bits)
+            fixed = blank_data(arm, preset.vocab_size, preset.code_bits)
             with torch.device("meta"):
-                model = build_model(describe(RunSettings(arm=arm), preset.vocab_size, vocabulary.code_bits), vocabulary)
+                model = build_model(describe(RunSettings(arm=arm), preset.vocab_size, fixed.code_bits), fixed)
             account = Account.of(model, preset.seq_len).to_json()
             rows.append({"preset": name, "arm": label, "parts": arm.parts, "vocab_size": preset.vocab_size, **account})
     return rows

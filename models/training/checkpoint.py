@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from models.arm import LanguageModel, ModelDescription, build_model
 from models.errors import UserError
 from models.files import new_folder, read_json, sha256, write_json
-from models.vocab.vocabulary import blank_vocabulary
+from models.vocab.fixed_data import blank_data
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -50,7 +50,7 @@ class Checkpoint:
         if impl:
             description = description.with_impl(impl)
         with torch.device("meta"):
-            blank = blank_vocabulary(description.arm, description.vocab_size, description.code_bits)
+            blank = blank_data(description.arm, description.vocab_size, description.code_bits)
             model = build_model(description, blank)
         load_weights(model, self.path / "model.safetensors", assign=True)
         return model.eval()

@@ -7,11 +7,11 @@ from pathlib import Path
 from models.errors import UsageError
 from models.presets import preset_changes
 from models.settings import RunSettings, check, override, parse_assignments
-from models.training.data import TokenData
 from models.training.folder import pretty
 from models.training.grid import parse_arms, train_grid
 from models.training.loop import train_run
 from models.training.report import markdown_table
+from models.training.shards import TokenData
 
 
 def resolve(flags: dict[str, str], assignments: list[str]) -> RunSettings:

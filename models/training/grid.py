@@ -8,10 +8,10 @@ from models.errors import UsageError, UserError
 from models.files import write_json
 from models.presets import ARMS, find_preset, parse_arm
 from models.settings import ArmSettings, RunSettings, check, flatten
-from models.training.data import TokenData
 from models.training.loop import train_run
 from models.training.progress import read_metrics
 from models.training.report import write_report
+from models.training.shards import TokenData
 
 
 def parse_arms(text: str, base: ArmSettings) -> dict[str, ArmSettings]:
