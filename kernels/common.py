@@ -23,7 +23,7 @@ def select_impl(op: str, impl: str, available: Sequence[str] = ("naive", "eager"
     Raises ValueError when ``impl`` is unknown, or known but not built for this op.
     """
     if impl == "auto":
-        if op not in _said:
+        if not torch.compiler.is_compiling() and op not in _said:  # a log call would break the compiled graph
             _said.add(op)
             _log.info("%s: impl='auto' runs 'eager'", op)
         return "eager"

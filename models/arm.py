@@ -1,4 +1,4 @@
-"""An arm as a model: interface, body, head. Build it from a description and a vocabulary; describe it as JSON.
+"""An arm as a model: interface, body, head. Build it from a description and its fixed data; describe it as JSON.
 
 The body's initial weights depend on the seed only, so that arms with one seed start from the same body.
 """
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from models.bodies import BODIES, BodyConfig
 from models.errors import UserError, unknown_name
 from models.settings import ArmSettings, from_nested
+from models.vocab.fixed_data import FixedData, id_bits, uses_codes
 from models.vocab.heads import CodeHead, Head, TableHead, TiedHead, UnigramPrior
 from models.vocab.interfaces import BinaryInterface, CodeBook, KronInterface, SignInterface, TableInterface
-from models.vocab.vocabulary import Vocabulary, id_bits, uses_codes
 
 Built = TypeVar("Built")
 
@@ -32,6 +32,12 @@ class ModelDescription:
     vocab_size: int
     code_bits: int  # width of the sign codes; 0 when the arm has none
     input_scale: float  # multiplies the interface's output
+
+    def with_impl(self, impl: str) -> "ModelDescription":
+        """The same model with its ops run by ``impl``."""
+        return dataclasses.replace(
+            self, arm=dataclasses.replace(self.arm, impl=impl), body=dataclasses.replace(self.body, impl=impl)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -82,13 +88,13 @@ class LanguageModel(nn.Module):
         return self.head.logits(self(ids))
 
 
-def build_model(description: ModelDescription, vocabulary: Vocabulary, seed: int = 0) -> LanguageModel:
+def build_model(description: ModelDescription, fixed: FixedData, seed: int = 0) -> LanguageModel:
     """A freshly initialised model. Each part has its own random stream, so the global random state does not move."""
     arm, width = description.arm, description.body.width
-    codes = CodeBook(vocabulary.words, vocabulary.code_bits) if uses_codes(arm) else None
-    interface = _seeded(seed, "interface", lambda: _build_interface(description, vocabulary, codes))
+    codes = CodeBook(fixed.words, fixed.code_bits) if uses_codes(arm) else None
+    interface = _seeded(seed, "interface", lambda: _build_interface(description, fixed, codes))
     body = _seeded(seed, "body", lambda: BODIES[description.kind][1](description.body))
-    prior = UnigramPrior(vocabulary.prior, trained=arm.prior == "trained") if arm.prior != "none" else None
+    prior = UnigramPrior(fixed.prior, trained=arm.prior == "trained") if arm.prior != "none" else None
     if arm.head == "tied":
         head: Head = TiedHead(interface, prior)
     elif arm.head == "code":
@@ -98,15 +104,15 @@ def build_model(description: ModelDescription, vocabulary: Vocabulary, seed: int
     return LanguageModel(description, codes, interface, body, head)
 
 
-def _build_interface(description: ModelDescription, vocabulary: Vocabulary, codes: CodeBook | None) -> nn.Module:
+def _build_interface(description: ModelDescription, fixed: FixedData, codes: CodeBook | None) -> nn.Module:
     arm, width = description.arm, description.body.width
     if arm.interface == "table":
         return TableInterface(description.vocab_size, width)
     if arm.interface == "sign":
         return SignInterface(codes, width, arm.impl)
     if arm.interface == "kron":
-        return KronInterface(vocabulary.token_bytes, vocabulary.lengths, width, arm.impl)
-    return BinaryInterface(id_bits(description.vocab_size), width, vocabulary.matrix, arm.lift, arm.code_scale, arm.impl)
+        return KronInterface(fixed.token_bytes, fixed.lengths, width, arm.impl)
+    return BinaryInterface(id_bits(description.vocab_size), width, fixed.matrix, arm.lift, arm.code_scale, arm.impl)
 
 
 def _seeded(seed: int, part: str, build: Callable[[], Built]) -> Built:

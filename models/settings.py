@@ -208,7 +208,8 @@ def _number_problems(settings: RunSettings) -> list[str]:
     optim, train = settings.optim, settings.train
     if optim.min_lr > optim.lr:
         problems.append(f"optim.min_lr ({optim.min_lr:g}) must not exceed optim.lr ({optim.lr:g})")
-    problems += [f"optim.{n} must lie in [0, 1), got {b:g}" for n, b in (("beta1", optim.beta1), ("beta2", optim.beta2)) if not 0 <= b < 1]
+    betas = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
+    problems += [f"{name} must lie in [0, 1), got {beta:g}" for name, beta in betas.items() if not 0 <= beta < 1]
     if optim.eps <= 0:
         problems.append(f"optim.eps must be positive, got {optim.eps:g}")
     if train.micro_batch_size > train.batch_size:

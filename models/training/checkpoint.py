@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from models.arm import LanguageModel, ModelDescription, build_model
 from models.errors import UserError
 from models.files import new_folder, read_json, sha256, write_json
-from models.vocab.vocabulary import blank_vocabulary
+from models.vocab.fixed_data import blank_data
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -41,11 +41,16 @@ class Checkpoint:
         """Size of the weights file, fixed codes included."""
         return (self.path / "model.safetensors").stat().st_size
 
-    def load_model(self) -> LanguageModel:
-        """The model, in evaluation mode on the CPU. Fixed data (codes, bytes, prior) come from the checkpoint too."""
+    def load_model(self, impl: str | None = None) -> LanguageModel:
+        """The model, in evaluation mode on the CPU. Fixed data (codes, bytes, prior) come from the checkpoint too.
+
+        ``impl`` replaces the implementation of the ops that the run used.
+        """
         description = ModelDescription.from_json(read_json(self.path / "model.json"))
+        if impl:
+            description = description.with_impl(impl)
         with torch.device("meta"):
-            blank = blank_vocabulary(description.arm, description.vocab_size, description.code_bits)
+            blank = blank_data(description.arm, description.vocab_size, description.code_bits)
             model = build_model(description, blank)
         load_weights(model, self.path / "model.safetensors", assign=True)
         return model.eval()
@@ -68,15 +73,24 @@ def load_weights(model: LanguageModel, path: Path, assign: bool) -> None:
         raise UserError(f"{path}: does not fit the model it claims to be ({error})") from error
 
 
-def save_checkpoint(
-    folder: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], tokenizer: Path
-) -> Path:
-    """Write ``folder/step_N``; a complete folder of that step is kept as it is."""
-    path = folder / f"step_{state['step']:08d}"
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds."""
+
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    state: dict[str, Any]
+    config: dict[str, Any]
+    tokenizer: Path  # a tokenizer.json
+
+
+def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    """Write ``folder/step_N``; a complete folder of that step is kept as it is. UserError when the disk refuses."""
+    path = folder / f"step_{snapshot.state['step']:08d}"
     if not path.exists():
         try:
             with new_folder(path) as temporary:
-                _write_files(temporary, model, optimizer, state, config, tokenizer)
+                _write_files(temporary, snapshot)
         except OSError as error:
             earlier = _complete(folder)
             kept = f"the last complete checkpoint is {earlier[-1]}" if earlier else "there is no earlier checkpoint"
@@ -84,16 +98,14 @@ def save_checkpoint(
     return path
 
 
-def _write_files(
-    folder: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], tokenizer: Path
-) -> None:
-    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+def _write_files(folder: Path, snapshot: Snapshot) -> None:
+    weights = {name: tensor.detach().contiguous() for name, tensor in snapshot.model.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    write_json(folder / "model.json", model.description.to_json())
-    write_json(folder / "state.json", state)
-    write_json(folder / "config.json", config)
-    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    torch.save(snapshot.optimizer.state_dict(), folder / "optimizer.pt")
+    write_json(folder / "model.json", snapshot.model.description.to_json())
+    write_json(folder / "state.json", snapshot.state)
+    write_json(folder / "config.json", snapshot.config)
+    shutil.copyfile(snapshot.tokenizer, folder / "tokenizer.json")
     files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
     write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
 

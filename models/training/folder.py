@@ -20,7 +20,10 @@ from models.settings import RunSettings, flatten, from_nested
 
 ROOT = Path(__file__).resolve().parents[2]
 # Settings that may change when a run is resumed: they decide what is written down and when, not what is learned.
-FREE_ON_RESUME = ("train.eval_every", "train.eval_rows", "train.save_every", "train.keep_checkpoints", "train.tensorboard", "data.dir")
+FREE_ON_RESUME = (
+    *("train.eval_every", "train.eval_rows", "train.save_every", "train.keep_checkpoints", "train.tensorboard"),
+    *("data.dir", "data.codes"),
+)
 
 
 @contextlib.contextmanager
@@ -53,7 +56,7 @@ def refuse_changes(saved: RunSettings, given: RunSettings, folder: Path) -> None
     changed = [f"  {n}: was {before[n]!r}, now {now[n]!r}" for n in before if before[n] != now[n] and n not in FREE_ON_RESUME]
     if changed:
         listing = "\n".join(changed)
-        raise UsageError(f"{folder}: cannot resume with other settings; give the old ones, or another --out for a new run\n{listing}")
+        raise UsageError(f"{folder}: cannot resume with other settings; give the old ones, or another --out\n{listing}")
 
 
 def record(folder: Path, facts: dict[str, Any]) -> None:

@@ -21,14 +21,15 @@ from models.evaluation.loss import Score, evaluate_loss
 from models.files import write_json
 from models.presets import describe
 from models.settings import RunSettings
-from models.training.checkpoint import Checkpoint, latest_checkpoint, prune_checkpoints, save_checkpoint
-from models.training.data import Batches, TokenData, batch_hash
+from models.training.batches import Batches, batch_hash
+from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
 from models.training.folder import begin, claim, read_result, record
 from models.training.progress import Metrics, ProgressLine, read_metrics
 from models.training.schedule import build_optimizer, learning_rate
+from models.training.shards import TokenData
 from models.training.signals import Stopped, StopRequest
+from models.vocab.fixed_data import load_data
 from models.vocab.heads import IGNORE
-from models.vocab.vocabulary import load_vocabulary
 
 
 def train_run(settings: RunSettings, data: TokenData, out: Path, resume: bool, label: str) -> dict[str, Any]:
@@ -52,9 +53,9 @@ class Run:
         self.settings, self.data, self.out, self.label = settings, data, out, label
         self.device = choose_device(settings.train.device)
         codes_path = Path(settings.data.codes) if settings.data.codes else Path(settings.data.dir) / "codes.safetensors"
-        vocabulary = load_vocabulary(settings.arm, data, codes_path)
-        description = describe(settings, vocabulary.size, vocabulary.code_bits)
-        self.model: LanguageModel = build_model(description, vocabulary, settings.train.seed).to(self.device)
+        fixed = load_data(settings.arm, data, codes_path)
+        description = describe(settings, fixed.size, fixed.code_bits)
+        self.model: LanguageModel = build_model(description, fixed, settings.train.seed).to(self.device)
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.batches = Batches(data.train, settings.data.seq_len, settings.train.seed)
         self.step, self.tokens = 0, 0
@@ -66,7 +67,7 @@ class Run:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state["data"] != self.data.fingerprint:
-            raise UserError(f"{checkpoint.path}: was trained on other data than {self.data.path}: give that data folder, or another --out")
+            raise UserError(f"{checkpoint.path}: trained on other data than {self.data.folder}: give that data, or another --out")
         checkpoint.load_into(self.model, self.optimizer)
         self.step, self.tokens = checkpoint.step, checkpoint.state["tokens"]
 
@@ -94,20 +95,24 @@ class Run:
             score = self.evaluate(0)
         result = self._result(score)
         write_json(self.out / "result.json", result)
+        if stop.number is not None:
+            raise Stopped(stop.number, self.step)
         progress.done(f"validation loss {score.loss:.4f}  {result['tokens_per_second']:,.0f} tokens/s")
         return result
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics row."""
         start, train, optim = time.perf_counter(), self.settings.train, self.settings.optim
-        inputs, targets = self.batches.rows(self.step * train.batch_size, train.batch_size)
+        first = self.step * train.batch_size
+        inputs, targets = self.batches.rows(first, train.batch_size)
         digest = batch_hash(inputs, targets)
         loss = self._backward(inputs, targets)
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip or float("inf")))
         if not (abs(loss) < float("inf") and norm < float("inf")):
+            rows = f"rows {first} to {first + train.batch_size - 1}"
             raise UserError(
-                f"step {self.step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite, in batch {digest}; the weights are "
-                f"those of step {self.step}, unchanged. Lower optim.lr, or look at the rows of that batch"
+                f"step {self.step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite, in batch {digest} ({rows}); "
+                "the weights are unchanged. Lower optim.lr, or look at those rows"
             )
         rate = learning_rate(self.step, train.steps, optim)
         for group in self.optimizer.param_groups:
@@ -154,7 +159,8 @@ class Run:
         """Write a checkpoint of this step and drop old ones."""
         folder = self.out / "checkpoints"
         state = {"step": self.step, "tokens": self.tokens, **self.facts}
-        save_checkpoint(folder, self.model, self.optimizer, state, asdict(self.settings), self.data.tokenizer_path)
+        snapshot = Snapshot(self.model, self.optimizer, state, asdict(self.settings), self.data.folder / "tokenizer.json")
+        save_checkpoint(folder, snapshot)
         prune_checkpoints(folder, self.settings.train.keep_checkpoints)
 
     def _result(self, score: Score) -> dict[str, Any]:

@@ -4,12 +4,17 @@ import signal
 import threading
 from types import FrameType
 
+from models.errors import UserError
 
-class Stopped(Exception):
+
+class Stopped(UserError):
     """The run saved a checkpoint and stopped because a signal asked for it. Exit code 128 + the signal's number."""
 
+    label = "stopped"
+
     def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; a checkpoint is saved, continue with --resume")
+        name = signal.Signals(number).name
+        super().__init__(f"by {name} after step {step}; a checkpoint is saved, continue with --resume")
         self.exit_code = 128 + number
 
 

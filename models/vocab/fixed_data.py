@@ -11,11 +11,11 @@ from models.errors import UserError
 from models.settings import ArmSettings
 
 if TYPE_CHECKING:
-    from models.training.data import TokenData
+    from models.training.shards import TokenData
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class FixedData:
     """Fixed tensors for V = ``size`` tokens; None where the arm has no use for one."""
 
     size: int
@@ -37,11 +37,11 @@ def uses_codes(arm: ArmSettings) -> bool:
     return arm.interface == "sign" or arm.head == "code"
 
 
-def load_vocabulary(arm: ArmSettings, data: "TokenData", codes_path: Path) -> Vocabulary:
+def load_data(arm: ArmSettings, data: "TokenData", codes_path: Path) -> FixedData:
     """The fixed data of ``arm`` for the tokenizer and text in ``data``. Raises UserError when the codes do not fit them."""
     words, bits = _load_codes(codes_path, data) if uses_codes(arm) else (None, 0)
     token_bytes, lengths = _byte_buffer(arm, data) if arm.interface == "kron" else (None, None)
-    return Vocabulary(
+    return FixedData(
         size=data.vocab_size,
         words=words,
         code_bits=bits,
@@ -52,10 +52,10 @@ def load_vocabulary(arm: ArmSettings, data: "TokenData", codes_path: Path) -> Vo
     )
 
 
-def blank_vocabulary(arm: ArmSettings, size: int, code_bits: int) -> Vocabulary:
+def blank_data(arm: ArmSettings, size: int, code_bits: int) -> FixedData:
     """Shapes only, on the meta device: to count parameters, or to load a checkpoint (which holds the values) into."""
     with torch.device("meta"):
-        return Vocabulary(
+        return FixedData(
             size=size,
             words=torch.zeros(size, -(-code_bits // 32), dtype=torch.int32) if uses_codes(arm) else None,
             code_bits=code_bits if uses_codes(arm) else 0,
