@@ -309,6 +309,7 @@ def test_meta_construction_then_to_empty(name, linear):
     direct = BODIES[type(config)](config, torch.Generator().manual_seed(5))
     with torch.device("meta"):
         body = BODIES[type(config)](config)
+    assert all(p.is_meta for p in body.parameters())
     assert not list(body.buffers()), "a buffer would hold garbage after to_empty()"
     body = body.to_empty(device="cpu")
     body.init_weights(torch.Generator().manual_seed(5))
