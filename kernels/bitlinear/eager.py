@@ -49,7 +49,7 @@ def accumulate(q: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     dtype = exact_dtype(columns)
     wide, out = q.to(dtype), torch.empty(q.shape[0], packed.shape[0], dtype=dtype, device=q.device)
     for rows, values in _decoded_chunks(packed, columns, dtype):
-        out[:, rows] = wide @ values.T
+        torch.mm(wide, values.T, out=out[:, rows])
     return out
 
 
