@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 
 def gather_sum(rows: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Row s of the result is the sum over n in [starts[s], starts[s + 1]) of ``scale[n] * rows[index[n]]``; none: 0.
+    """Row s of the result sums ``scale[n] * rows[index[n]]`` over segment s of the positions n; an empty segment gives 0.
 
-    rows [R, d] floating, index [N] int64 into the rows, starts [S] int64 not decreasing, first entry 0, scale [N] in the rows' dtype
-    (None: 1) -> [S, d].
+    rows [R, d] floating, index [N] int64 into the rows, starts [S] int64 (where each segment begins: first 0, not decreasing),
+    scale [N] in the rows' dtype or None for 1 -> [S, d].
     """
     if index.numel() == 0 or rows.numel() == 0:
         return rows.new_zeros(starts.numel(), rows.shape[1])

@@ -89,7 +89,7 @@ def code_cross_entropy(
     chosen = select_impl(op, impl)
     with torch.autocast(hidden.device.type, enabled=False):
         if chosen == "naive":
-            outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers)
+            outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
         else:
             wanted = torch.is_grad_enabled() and rows.requires_grad
             outputs = gradients.code_cross_entropy(rows, codes, prior, targets.reshape(-1), *numbers, wanted, return_aux)

@@ -11,7 +11,7 @@ from kernels.sign_code import unpack_sign_codes
 def logits(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
     """hidden [T, K] -> [T, V], in fp32 (fp64 for fp64)."""
     hidden = hidden.to(accumulation_dtype(hidden.dtype))
-    scores = hidden @ unpack_sign_codes(codes, hidden.shape[1], hidden.dtype).t() / math.sqrt(hidden.shape[1])
+    scores = (hidden / math.sqrt(hidden.shape[1])) @ unpack_sign_codes(codes, hidden.shape[1], hidden.dtype).t()
     if prior is not None:
         scores = scores + prior.to(scores.dtype)
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -26,19 +26,21 @@ def token_losses(
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, lse, target logprob, argmax, entropy), each [T]; only the first is meant to be differentiated."""
+    aux: bool,
+) -> list[torch.Tensor]:
+    """[loss] or, with ``aux``, [loss, lse, target logprob, argmax, entropy], each [T]; only the first is differentiable."""
     scores = logits(hidden, codes, prior, softcap)
     valid = targets != ignore_index
-    lse = torch.logsumexp(scores, 1)
     logprobs = torch.log_softmax(scores, 1)
     target_logprob = logprobs.gather(1, torch.where(valid, targets, 0).long()[:, None])[:, 0]
-    loss = -(1 - label_smoothing) * target_logprob
+    loss = -target_logprob
     if label_smoothing:
-        loss = loss - label_smoothing * logprobs.mean(1)
+        loss = (1 - label_smoothing) * loss - label_smoothing * logprobs.mean(1)
     if z_loss:
-        loss = loss + z_loss * lse.square()
+        loss = loss + z_loss * torch.logsumexp(scores, 1).square()
     loss = torch.where(valid, loss, 0.0)
+    if not aux:
+        return [loss]
     with torch.no_grad():
         entropy = torch.special.entr(logprobs.exp()).sum(1)
-        return loss, lse, torch.where(valid, target_logprob, 0.0), scores.argmax(1), entropy
+        return [loss, torch.logsumexp(scores, 1), torch.where(valid, target_logprob, 0.0), scores.argmax(1), entropy]
