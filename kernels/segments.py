@@ -21,9 +21,9 @@ def gather_sum(rows: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, sc
     if int(pieces.max()) <= 1:
         return F.embedding_bag(index, rows.contiguous(), starts, mode="sum", per_sample_weights=scale)
     # A hot segment: sum it in pieces, then the pieces, since one long chain of fp32 additions loses digits.
-    segment = torch.repeat_interleave(pieces)
-    first = pieces.cumsum(0) - pieces
-    place = torch.arange(segment.numel(), device=starts.device)
+    last = pieces.cumsum(0)
+    first, place = last - pieces, torch.arange(int(last[-1]), device=starts.device)
+    segment = torch.bincount(last, minlength=place.numel() + 1)[:-1].cumsum(0)  # of piece q: how many segments end before it
     piece_starts = starts[segment] + _PIECE * (place - first[segment])
     return gather_sum(gather_sum(rows, index, piece_starts, scale), place, first)
 
