@@ -23,7 +23,7 @@ def select_impl(op: str, impl: str, available: Sequence[str] = ("naive", "eager"
     Raises ValueError when ``impl`` is unknown, or known but not built for this op.
     """
     if impl == "auto":
-        if op not in _said:
+        if not torch.compiler.is_compiling() and op not in _said:  # a log call would break the compiled graph
             _said.add(op)
             _log.info("%s: impl='auto' runs 'eager'", op)
         return "eager"
@@ -73,7 +73,7 @@ def require_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: Sequence[tor
 def require_shape(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int | str]) -> None:
     """Raise ValueError unless ``tensor`` has ``shape``; a string entry names a free dimension ("V") for the message."""
     actual = tuple(require_tensor(op, name, tensor).shape)
-    if len(actual) != len(shape) or any(isinstance(e, int) and a != e for a, e in zip(actual, shape)):
+    if len(actual) != len(shape) or any(isinstance(e, int) and a != e for a, e in zip(actual, shape, strict=False)):
         expected = ", ".join(str(s) for s in shape)
         raise ValueError(f"{op}: {name} must have shape [{expected}], got {list(actual)}")
 

@@ -7,20 +7,21 @@ import torch
 import torch.nn.functional as F
 
 
-def gather_sum(rows: torch.Tensor, index: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Row s of the result is the sum of ``rows[index[starts[s]:starts[s + 1]]]``; an empty segment gives zeros.
+def gather_sum(rows: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Row s of the result sums ``scale[n] * rows[index[n]]`` over segment s of the positions n; an empty segment gives 0.
 
-    rows [R, d] floating, index [N] int64 into the rows, starts [S] int64 not decreasing, first entry 0 -> [S, d].
+    rows [R, d] floating, index [N] int64 into the rows, starts [S] int64 (where each segment begins: first 0, not decreasing),
+    scale [N] in the rows' dtype or None for 1 -> [S, d].
     """
     if index.numel() == 0 or rows.numel() == 0:
         return rows.new_zeros(starts.numel(), rows.shape[1])
-    return F.embedding_bag(index, rows.contiguous(), starts, mode="sum")
+    return F.embedding_bag(index, rows.contiguous(), starts, mode="sum", per_sample_weights=scale)
 
 
 def group(keys: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Stable order that sorts ``keys`` [N] (int64 in [0, groups)), and the start [groups] of each key's segment in it."""
-    ordered, order = torch.sort(keys, stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(groups, device=keys.device))
+    counts = torch.bincount(keys, minlength=groups)
+    return torch.sort(keys, stable=True).indices, counts.cumsum(0) - counts
 
 
 def sum_duplicates(ids: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run ``main`` with the process's arguments and exit: 0 (or what it returns), 1 or 2 for a UserError, 130 for Ctrl-C."""
+    """Run ``main`` with the process's arguments and exit: 0 (or what it returns), a UserError's own code, 130 for Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     argv = sys.argv[1:]
     try:
@@ -29,7 +29,7 @@ def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
     except (UserError, OSError) as error:
         if "--debug" in argv:
             raise
-        print(f"error: {describe(error)}", file=sys.stderr)
+        print(f"{getattr(error, 'label', 'error')}: {describe(error)}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))
 
 

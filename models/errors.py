@@ -8,6 +8,7 @@ class UserError(Exception):
     """Something is wrong with a file, a checkpoint or the data: the message says what, and what to do. Exit code 1."""
 
     exit_code = 1
+    label = "error"  # what its line on stderr begins with
 
 
 class UsageError(UserError):

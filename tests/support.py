@@ -1,6 +1,10 @@
-"""Helpers shared by the tests: the three-way tolerance, and tensors with awkward strides."""
+"""Helpers shared by the tests: the three-way tolerance, tensors with awkward strides, the largest tensor of a block, and text."""
+
+import random
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -9,7 +13,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.double().square().mean().sqrt().clamp_min(1e-30))
 
 
-def assert_as_accurate(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, name: str = "output", slack: float = 1e-7) -> None:
+def assert_as_accurate(
+    ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, name: str = "output", slack: float = 1e-7
+) -> None:
     """Three-way tolerance: our error against the fp64 truth is at most 3x that of plain PyTorch in the same dtype."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(truth.shape)}"
     assert torch.isfinite(ours).all(), f"{name}: not finite"
@@ -21,7 +27,37 @@ def assert_as_accurate(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torc
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in a view whose strides are neither contiguous nor positive multiples of a block."""
-    padded = torch.zeros(*(2 * n + 1 for n in tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    padded = torch.zeros(tuple(2 * n + 1 for n in tensor.shape), dtype=tensor.dtype, device=tensor.device)
     view = padded[tuple(slice(1, 2 * n + 1, 2) for n in tensor.shape)]
     view.copy_(tensor)
     return view
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records in ``elements`` the size of the largest tensor produced inside the block, also inside this project's own ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tablefree":  # a mode is off while it handles a call: run the op's body with it on again
+            with self:
+                result = OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                # A view that repeats its base (an expanded tensor) holds no more than its storage does.
+                self.elements = max(self.elements, min(leaf.numel(), leaf.untyped_storage().nbytes() // leaf.element_size()))
+        return result
+
+
+def synthetic_text(sentences: int, seed: int = 0) -> str:
+    """Small sentences that a model can learn something from, one paragraph every eight."""
+    draw = random.Random(seed)
+    nouns = "river stone king garden letter horse winter music captain island".split()
+    verbs = "carries finds follows remembers paints breaks answers".split()
+    places = "under the bridge,near the old mill,in São Paulo,at 7 o'clock,beyond the naïve sea".split(",")
+    lines = [f"The {draw.choice(nouns)} {draw.choice(verbs)} a {draw.choice(nouns)} {draw.choice(places)}." for _ in range(sentences)]
+    return "\n\n".join(" ".join(lines[i : i + 8]) for i in range(0, len(lines), 8))

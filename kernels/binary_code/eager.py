@@ -2,6 +2,8 @@
 
 import torch
 
+from kernels.segments import accumulation_dtype
+
 from .packing import require_values
 
 
@@ -10,20 +12,6 @@ def _parity(words: torch.Tensor) -> torch.Tensor:
     for half in (32, 16, 8, 4, 2, 1):
         words = words ^ (words >> half)
     return words & 1
-
-
-def _widen(values: torch.Tensor, d_model: int, lift: str) -> torch.Tensor:
-    """Code values [T, K] to rows [T, d_model]."""
-    bits = values.shape[1]
-    if lift == "interleave":
-        return values.index_select(1, torch.arange(d_model, device=values.device) * bits // d_model)
-    rows = values.new_empty(values.shape[0], d_model)
-    rows[:, :bits] = values
-    filled = bits
-    while filled < d_model:  # double what is there: long contiguous copies instead of d / K short ones
-        rows[:, filled : 2 * filled] = rows[:, : min(filled, d_model - filled)]
-        filled *= 2
-    return rows
 
 
 @torch.library.custom_op("tablefree::binary_code_embedding", mutates_args=())
@@ -44,8 +32,11 @@ def binary_code_embedding(
     code = (word >> bit) & 1 if matrix is None else _parity(word & matrix)
     code = code ^ ((torch.full_like(bit, offset) >> bit) & 1)
     low, high = {"01": (0.0, 1.0), "pm1": (-1.0, 1.0), "unit_rms": (0.0, 2**0.5)}[scale]
-    values = (low + (high - low) * code.double()).to(dtype)
-    return _widen(values, d_model, lift).view(*ids.shape, d_model)
+    values = (low + (high - low) * code.double()).to(accumulation_dtype(dtype))
+    column = torch.arange(d_model, device=ids.device)
+    source = column % bits if lift == "tile" else column * bits // d_model
+    # Widened in fp32, then rounded: PyTorch's CPU index_select is ten times slower on 16-bit elements.
+    return values.index_select(1, source).to(dtype).view(*ids.shape, d_model)
 
 
 @binary_code_embedding.register_fake

@@ -35,5 +35,6 @@ def require_values(ids: torch.Tensor, bits: int, matrix: torch.Tensor | None) ->
         low, high = (int(v) for v in torch.aminmax(matrix))
         if low < 0 or high >= 2**bits:
             raise ValueError(
-                f"{op}: matrix must hold masks in [0, 2**{bits}), one per row (pack_gf2_matrix makes them); got values from {low} to {high}"
+                f"{op}: matrix must hold masks in [0, 2**{bits}), one per row, as pack_gf2_matrix makes them; "
+                f"got values from {low} to {high}"
             )

@@ -1,8 +1,8 @@
 """Byte-position Kronecker codec and its learned projection (interface ``kron``), without the codec.
 
 A token's bytes b_0 .. b_(L-1) set L of the D = 256 * P cells of a vector, cell ``b_p * P + p`` for position p, each to 1/sqrt(L).
-The codec kappa is that vector minus its mean, over its unbiased standard deviation plus 1e-6; the input row is y = kappa W (Shravan,
-"Kronecker Embeddings", arXiv 2605.29459, section 3). kappa has only two values, so with mu = sqrt(L) / D and
+The codec kappa is that vector minus its mean, over its unbiased standard deviation plus 1e-6; the input row is y = kappa W
+(Shravan, "Kronecker Embeddings", arXiv 2605.29459, section 3). kappa has only two values, so with mu = sqrt(L) / D and
 sigma = sqrt((1 - L / D) / (D - 1)), exactly:
 
     y = a_L * sum_p W[b_p * P + p] + c_L * sum_j W[j],    a_L = 1 / (sqrt(L) (sigma + 1e-6)),    c_L = -mu / (sigma + 1e-6)

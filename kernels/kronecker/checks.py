@@ -1,17 +1,15 @@
-"""Value checks of the Kronecker op, shared by its implementations; they read the tensors, so they run in the op's real body."""
+"""The value check that both implementations of the Kronecker op share; it reads the tensor, so it runs in the op's real body."""
 
 import torch
 
-from kernels.common import is_checked, require_in_range
+from kernels.common import is_checked
 
 
-def require_values(op: str, ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) -> None:
-    """In checked mode, raise ValueError for a length outside [0, P] and IndexError for an id outside [0, V)."""
-    vocabulary, positions = token_bytes.shape
-    require_in_range(op, "ids", ids, vocabulary)
-    if lengths.numel() == 0 or not is_checked(lengths.device):
+def require_lengths(op: str, length: torch.Tensor, positions: int) -> None:
+    """In checked mode, raise ValueError when the length of a token in use lies outside [0, P]."""
+    if length.numel() == 0 or not is_checked(length.device):
         return
-    low, high = (int(v) for v in torch.aminmax(lengths))
+    low, high = (int(v) for v in torch.aminmax(length))
     if low < 0 or high > positions:
         raise ValueError(
             f"{op}: lengths must lie in [0, {positions}] (the byte positions P of token_bytes); got values from {low} to {high}; "

@@ -6,9 +6,10 @@ one segment per weight row. On a GPU, ``torch.unique`` makes the host wait; the 
 
 import torch
 
+from kernels.common import require_in_range
 from kernels.segments import accumulation_dtype, gather_sum, group, sum_duplicates
 
-from .checks import require_values
+from .checks import require_lengths
 
 _EPS = 1e-6  # added to the standard deviation, outside the root
 
@@ -24,22 +25,25 @@ def _two_values(length: torch.Tensor, positions: int, dtype: torch.dtype) -> tup
 
 def _cells(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For ids [U]: the weight row of every position [U, P], whether the token has that position [U, P], and its length [U]."""
-    position = torch.arange(token_bytes.shape[1], device=ids.device)
+    positions = token_bytes.shape[1]
+    position = torch.arange(positions, device=ids.device)
     length = lengths.index_select(0, ids)
-    cell = token_bytes.index_select(0, ids).long() * token_bytes.shape[1] + position
+    require_lengths("kronecker", length, positions)
+    cell = token_bytes.index_select(0, ids).long() * positions + position
     return cell, position < length.unsqueeze(1), length
 
 
 @torch.library.custom_op("tablefree::kronecker_embedding", mutates_args=())
 def kronecker_embedding(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Rows [*ids.shape, d] in the weight's dtype; see ``kernels.kronecker.kronecker_embedding``."""
-    require_values("kronecker_embedding", ids, token_bytes, lengths)
+    require_in_range("kronecker", "ids", ids, token_bytes.shape[0])
     distinct, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
     cell, present, length = _cells(distinct, token_bytes, lengths)
     wide = weight.to(accumulation_dtype(weight.dtype))
     rise, base = _two_values(length, token_bytes.shape[1], wide.dtype)
     starts = length.long().cumsum(0) - length
-    rows = gather_sum(wide, cell[present], starts).mul_(rise.unsqueeze(1)).addr_(base, wide.sum(0))
+    scale = rise.unsqueeze(1).expand_as(cell).masked_select(present)
+    rows = gather_sum(wide, cell.masked_select(present), starts, scale).addr_(base, wide.sum(0))
     return rows.to(weight.dtype).index_select(0, inverse).view(*ids.shape, weight.shape[1])
 
 
@@ -58,10 +62,10 @@ def kronecker_embedding_backward(
     distinct, summed = sum_duplicates(ids.reshape(-1).long(), flat)
     cell, present, length = _cells(distinct, token_bytes, lengths)
     rise, base = _two_values(length, positions, summed.dtype)
-    every_row = base @ summed
-    order, starts = group(cell[present], 256 * positions)
-    source = torch.arange(distinct.numel(), device=ids.device).unsqueeze(1).expand_as(cell)[present]
-    return gather_sum(summed.mul_(rise.unsqueeze(1)), source[order], starts).add_(every_row).to(grad.dtype)
+    order, starts = group(cell.masked_select(present), 256 * positions)
+    token = torch.arange(distinct.numel(), device=ids.device).unsqueeze(1)
+    source = token.expand_as(cell).masked_select(present).index_select(0, order)
+    return gather_sum(summed, source, starts, rise.index_select(0, source)).add_(base @ summed).to(grad.dtype)
 
 
 @kronecker_embedding_backward.register_fake
@@ -95,8 +99,8 @@ def kronecker_codec(
     ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, normalize: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """Codec rows [*ids.shape, 256 * P]; see ``kernels.kronecker.kronecker_codec``."""
-    require_values("kronecker_codec", ids, token_bytes, lengths)
-    positions = token_bytes.shape[1]
+    vocabulary, positions = token_bytes.shape
+    require_in_range("kronecker", "ids", ids, vocabulary)
     cell, present, length = _cells(ids.reshape(-1).long(), token_bytes, lengths)
     if normalize:
         rise, base = _two_values(length, positions, torch.float64)

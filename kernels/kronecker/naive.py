@@ -2,23 +2,28 @@
 
 import torch
 
-from .checks import require_values
+from kernels.common import require_in_range
+
+from .checks import require_lengths
 
 
 def kronecker_codec(
     ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, normalize: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """Codec rows [*ids.shape, 256 * P]: built in fp32 (fp64 when asked for fp64), then rounded to ``dtype``."""
-    require_values("kronecker_codec", ids, token_bytes, lengths)
-    positions = token_bytes.shape[1]
+    vocabulary, positions = token_bytes.shape
+    require_in_range("kronecker", "ids", ids, vocabulary)
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     length = lengths[ids.long()].unsqueeze(-1)
+    require_lengths("kronecker", length, positions)
     position = torch.arange(positions, device=ids.device)
     cell = token_bytes[ids.long()].long() * positions + position
     value = (position < length).to(statistics) / length.clamp(min=1).to(statistics).sqrt()
     kappa = torch.zeros(*ids.shape, 256 * positions, dtype=statistics, device=ids.device).scatter_add(-1, cell, value)
     if normalize:
-        kappa = (kappa - kappa.mean(-1, keepdim=True)) / (kappa.std(-1, keepdim=True, unbiased=True) + 1e-6)
+        centred = kappa - kappa.mean(-1, keepdim=True)
+        variance = centred.square().sum(-1, keepdim=True) / (centred.shape[-1] - 1)  # unbiased
+        kappa = centred / (variance.sqrt() + 1e-6)
     return kappa.to(dtype)
 
 

@@ -4,8 +4,8 @@ import torch
 
 from kernels.common import require_dtype, require_shape, require_tensor
 
-_SIGN_BIT = -(1 << 31)
-_MINUS_ONE = 0xBF800000 - (1 << 32)  # the bits of -1.0 in fp32, as an int32
+_SIGN_BIT = -(2**31)
+_MINUS_ONE = 0xBF800000 - 2**32
 
 
 def pack_sign_codes(matrix: torch.Tensor) -> torch.Tensor:
@@ -39,8 +39,7 @@ def unpack_sign_codes(codes: torch.Tensor, bits: int, dtype: torch.dtype = torch
     if codes.dim() == 0 or codes.shape[-1] != (bits + 31) // 32:
         words = (bits + 31) // 32
         raise ValueError(f"{op}: codes must have a last dimension of {words} words for {bits} bits, got {list(codes.shape)}")
-    shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=codes.device)
-    # A code's bit, inverted, is the sign bit of its fp32 value: three integer passes over one buffer, no arithmetic.
-    values = torch.bitwise_left_shift(codes.unsqueeze(-1), shifts)
-    values.bitwise_and_(_SIGN_BIT).bitwise_xor_(_MINUS_ONE)
-    return values.view(torch.float32).flatten(-2)[..., :bits].to(dtype)
+    shift = torch.arange(31, -1, -1, dtype=torch.int32, device=codes.device)
+    # Move each bit to the sign place and clear the rest: with the bits of fp32 -1.0 it reads -1.0 if clear, +1.0 if set.
+    patterns = (codes.unsqueeze(-1) << shift).bitwise_and_(_SIGN_BIT).bitwise_xor_(_MINUS_ONE)
+    return patterns.view(torch.float32).flatten(-2)[..., :bits].to(dtype)

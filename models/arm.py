@@ -1,0 +1,122 @@
+"""An arm as a model: interface, body, head. Build it from a description and its fixed data; describe it as JSON.
+
+The body's initial weights depend on the seed only, so that arms with one seed start from the same body.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from models.bodies import BODIES, BodyConfig
+from models.errors import UserError, unknown_name
+from models.settings import ArmSettings, from_nested
+from models.vocab.fixed_data import FixedData, id_bits, uses_codes
+from models.vocab.heads import CodeHead, Head, TableHead, TiedHead, UnigramPrior
+from models.vocab.interfaces import BinaryInterface, CodeBook, KronInterface, SignInterface, TableInterface
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Everything that fixes a model's shapes and arithmetic, whatever the presets say later."""
+
+    arm: ArmSettings
+    kind: str  # body: gpt2, llama, gemma3
+    body: BodyConfig
+    vocab_size: int
+    code_bits: int  # width of the sign codes; 0 when the arm has none
+    input_scale: float  # multiplies the interface's output
+
+    def with_impl(self, impl: str) -> "ModelDescription":
+        """The same model with its ops run by ``impl``."""
+        return dataclasses.replace(
+            self, arm=dataclasses.replace(self.arm, impl=impl), body=dataclasses.replace(self.body, impl=impl)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(saved: dict[str, Any]) -> "ModelDescription":
+        """The inverse of ``to_json``; raises UserError when ``saved`` is not a description."""
+        try:
+            if saved["kind"] not in BODIES:
+                raise UserError(unknown_name("body", str(saved["kind"]), BODIES))
+            config_type, _ = BODIES[saved["kind"]]
+            return ModelDescription(
+                arm=from_nested({"arm": saved["arm"]}).arm,
+                kind=saved["kind"],
+                body=config_type(**saved["body"]),
+                **{name: saved[name] for name in ("vocab_size", "code_bits", "input_scale")},
+            )
+        except (KeyError, TypeError) as error:
+            raise UserError(f"not a model description ({error}): the checkpoint is foreign or from another version") from error
+
+
+class LanguageModel(nn.Module):
+    """Interface, body and head over one vocabulary."""
+
+    def __init__(self, description: ModelDescription, codes: CodeBook | None, interface: nn.Module, body: nn.Module, head: Head):
+        super().__init__()
+        self.description = description
+        self.codes = codes
+        self.interface, self.body, self.head = interface, body, head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [B, T] -> last hidden states [B, T, d], normalised."""
+        x = self.interface(ids)
+        if self.description.input_scale != 1.0:
+            x = x * self.description.input_scale
+        return self.body(x)
+
+    def loss(self, ids: Tensor, targets: Tensor, denominator: float) -> Tensor:
+        """Sum of the targets' negative log-likelihoods in nats over ``denominator``."""
+        return self.head.loss(self(ids), targets, denominator)
+
+    def nll(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood in nats of each target [B, T], fp32; 0 where the target is -100."""
+        return self.head.nll(self(ids), targets)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Scores [B, T, V]."""
+        return self.head.logits(self(ids))
+
+
+def build_model(description: ModelDescription, fixed: FixedData, seed: int = 0) -> LanguageModel:
+    """A freshly initialised model. Each part has its own random stream, so the global random state does not move."""
+    arm, width = description.arm, description.body.width
+    codes = CodeBook(fixed.words, fixed.code_bits) if uses_codes(arm) else None
+    interface = _seeded(seed, "interface", lambda: _build_interface(description, fixed, codes))
+    body = _seeded(seed, "body", lambda: BODIES[description.kind][1](description.body))
+    prior = UnigramPrior(fixed.prior, trained=arm.prior == "trained") if arm.prior != "none" else None
+    if arm.head == "tied":
+        head: Head = TiedHead(interface, prior)
+    elif arm.head == "code":
+        head = _seeded(seed, "head", lambda: CodeHead(codes, width, prior, arm.impl))
+    else:
+        head = _seeded(seed, "head", lambda: TableHead(description.vocab_size, width, prior))
+    return LanguageModel(description, codes, interface, body, head)
+
+
+def _build_interface(description: ModelDescription, fixed: FixedData, codes: CodeBook | None) -> nn.Module:
+    arm, width = description.arm, description.body.width
+    if arm.interface == "table":
+        return TableInterface(description.vocab_size, width)
+    if arm.interface == "sign":
+        return SignInterface(codes, width, arm.impl)
+    if arm.interface == "kron":
+        return KronInterface(fixed.token_bytes, fixed.lengths, width, arm.impl)
+    return BinaryInterface(id_bits(description.vocab_size), width, fixed.matrix, arm.lift, arm.code_scale, arm.impl)
+
+
+def _seeded(seed: int, part: str, build: Callable[[], Built]) -> Built:
+    digest = hashlib.sha256(f"{seed}/{part}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return build()

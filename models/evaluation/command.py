@@ -1,0 +1,66 @@
+"""What evaluate.py does with its arguments."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from models.errors import UsageError, UserError
+from models.evaluation.loss import Score, evaluate_loss
+from models.files import write_json
+from models.settings import RunSettings, from_nested, override
+from models.training.checkpoint import Checkpoint, find_checkpoint
+from models.training.loop import choose_device
+from models.training.report import markdown_table
+from models.training.shards import TokenData
+
+COLUMNS = (
+    ("checkpoint", lambda r: r["name"]),
+    ("step", lambda r: str(r["step"])),
+    ("loss (nats)", lambda r: f"{r['loss']:.4f}"),
+    ("perplexity", lambda r: f"{r['perplexity']:.2f}"),
+    ("bits per byte", lambda r: f"{r['bits_per_byte']:.4f}"),
+    ("targets", lambda r: f"{r['targets']:,}"),
+)
+
+
+def run_evaluation(arguments: argparse.Namespace) -> int:
+    """Score each checkpoint and print the table. Returns the exit code."""
+    if arguments.rows < 0:
+        raise UsageError(f"--rows must not be negative, got {arguments.rows}")
+    if arguments.impl:
+        override(RunSettings(), {"arm.impl": arguments.impl})  # refuses an unknown name
+    found = [checkpoint for path in arguments.paths for checkpoint in expand(Path(path))]
+    rows = []
+    for name, checkpoint in found:
+        if sys.stderr.isatty():
+            print(f"scoring {name} ...", file=sys.stderr)
+        rows.append({"name": name, "step": checkpoint.step, **score(checkpoint, arguments).to_json()})
+    print(markdown_table(rows, COLUMNS), end="")
+    if arguments.json:
+        write_json(Path(arguments.json), rows)
+    return 0
+
+
+def expand(path: Path) -> list[tuple[str, Checkpoint]]:
+    """The named checkpoints that ``path`` means; a grid's folder means the newest of each arm."""
+    if path.is_dir() and not (path / "checkpoints").exists():
+        arms = sorted(p.parent for p in path.glob("*/checkpoints"))
+        if arms:
+            return [(arm.name, find_checkpoint(arm)) for arm in arms]
+    return [(str(path), find_checkpoint(path))]
+
+
+def score(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Score:
+    """Score one checkpoint on the chosen split."""
+    settings: RunSettings = from_nested(checkpoint.config)
+    data = TokenData.open(Path(arguments.data or settings.data.dir))
+    if data.tokenizer.fingerprint != checkpoint.state["tokenizer"]:
+        raise UserError(
+            f"{data.folder}: its tokenizer is not the one {checkpoint.path} was trained with; prepare the text with that one: "
+            f"python -m models.training.data prepare OUT --tokenizer {checkpoint.path / 'tokenizer.json'} ..."
+        )
+    model = checkpoint.load_model(impl=arguments.impl).to(choose_device(arguments.device))
+    stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")
+    rows = settings.train.micro_batch_size or settings.train.batch_size
+    return evaluate_loss(model, stream, data.tokenizer.byte_lengths(), settings.data.seq_len, rows, arguments.rows)

@@ -1,0 +1,69 @@
+"""Validation loss, perplexity and bits per byte: every token of a stream but the first is a target exactly once."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from models.vocab.heads import IGNORE
+
+if TYPE_CHECKING:
+    from models.arm import LanguageModel
+    from models.training.shards import TokenStream
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over the scored targets; specials (end of document) count as targets and have no bytes."""
+
+    nats: float  # negative log-likelihood
+    targets: int
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per target."""
+        return self.nats / self.targets
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers. NaN when the text has no bytes."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+
+@torch.inference_mode()
+def evaluate_loss(
+    model: "LanguageModel", stream: "TokenStream", byte_lengths: np.ndarray, seq_len: int, rows: int = 16, limit: int = 0
+) -> Score:
+    """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes only that many windows.
+
+    ``byte_lengths`` int [V]: bytes of each token. Leaves the model's mode and the random state as they were.
+    """
+    from models.training.batches import validation_windows
+
+    device = next(model.parameters()).device
+    was_training, nats, targets_seen, bytes_seen, seen = model.training, 0.0, 0, 0, 0
+    model.eval()
+    try:
+        for inputs, targets in validation_windows(stream, seq_len, rows):
+            if limit:
+                inputs, targets = inputs[: limit - seen], targets[: limit - seen]
+            if len(inputs) == 0:
+                break
+            seen += len(inputs)
+            nats += model.nll(inputs.to(device), targets.to(device)).double().sum().item()
+            valid = targets[targets != IGNORE]
+            targets_seen += valid.numel()
+            bytes_seen += int(byte_lengths[valid.numpy()].sum())
+    finally:
+        model.train(was_training)
+    return Score(nats, targets_seen, bytes_seen)

@@ -1,0 +1,217 @@
+"""Settings: one frozen dataclass per concern, overridden by dotted names (``optim.lr=1e-3``), checked all at once.
+
+No torch here: the command lines import this file to print their help.
+"""
+
+import dataclasses
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from models.errors import UsageError, unknown_name
+
+Interface = Literal["table", "binary", "gf2", "sign", "kron"]
+Head = Literal["table", "tied", "code"]
+Prior = Literal["none", "fixed", "trained"]
+Linear = Literal["float", "bitnet"]
+Impl = Literal["auto", "naive", "eager", "fused"]
+
+
+@dataclass(frozen=True)
+class ArmSettings:
+    """One arm: interface + head + prior + body (see the README's words)."""
+
+    preset: str = "gpt2-tiny"  # body and its sizes; `python -m models.presets` lists them
+    interface: Interface = "table"  # how a token id becomes the body's input
+    head: Head = "table"  # how the last hidden state becomes scores
+    prior: Prior = "none"  # log unigram frequency added to the scores
+    linear: Linear = "float"  # linear layers of the body
+    impl: Impl = "auto"  # which implementation of our ops runs
+    prior_unseen: str = "log1n"  # prior of a token never seen: log1n, median or percentile:P
+    positions: int = 16  # kron: byte positions kept of a token
+    lift: Literal["tile", "interleave"] = "tile"  # binary, gf2: how the bits fill the width
+    code_scale: Literal["01", "pm1", "unit_rms"] = "01"  # binary, gf2: values of a clear and a set bit
+    gf2_seed: int = 12345  # gf2: seed of the matrix (16 bits with 12345 is the published one)
+    input_scale: float = 0.0  # multiplies the interface's output; 0 takes the preset's own factor
+
+    @property
+    def parts(self) -> str:
+        """interface/head/prior/linear as one word."""
+        return f"{self.interface}/{self.head}/{self.prior}/{self.linear}"
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What is read."""
+
+    dir: str = ""  # folder made by `python -m models.training.data prepare`
+    codes: str = ""  # sign codes file; empty: codes.safetensors in the data folder
+    seq_len: int = 0  # tokens per row; 0 takes the preset's
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """AdamW with linear warm-up and a cosine to a floor; decay on matrices only."""
+
+    lr: float = 1e-3  # peak learning rate
+    min_lr: float = 1e-4  # floor of the cosine
+    warmup_steps: int = 20  # steps of linear warm-up
+    weight_decay: float = 0.1  # on parameters with two or more dimensions
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The loop."""
+
+    steps: int = 200  # optimizer steps
+    batch_size: int = 16  # rows per optimizer step
+    micro_batch_size: int = 0  # rows per forward pass; 0 takes the whole batch
+    seed: int = 0  # of the initial weights and of the order of the rows
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast over float32 weights
+    activation_checkpointing: bool = False  # recompute each block in the backward pass
+    eval_every: int = 50  # steps between evaluations; 0: only at the end
+    eval_rows: int = 64  # validation rows of an evaluation during training; 0: all
+    save_every: int = 0  # steps between checkpoints; 0: only at the end (and on a signal)
+    keep_checkpoints: int = 2  # newest checkpoints kept
+    tensorboard: bool = False  # also write TensorBoard events (pip install tensorboard)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything a run depends on; saved as config.json in its folder and in each checkpoint."""
+
+    arm: ArmSettings = field(default_factory=ArmSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+
+def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """All settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for f in dataclasses.fields(settings):
+        value = getattr(settings, f.name)
+        flat |= flatten(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else {prefix + f.name: value}
+    return flat
+
+
+def override(settings: RunSettings, changes: dict[str, Any]) -> RunSettings:
+    """Settings with ``changes`` (dotted name -> value or its text) applied. Raises UsageError that lists every problem."""
+    known, problems = flatten(settings), []
+    for name, value in changes.items():
+        if name not in known:
+            problems.append(unknown_name("setting", name, known))
+            continue
+        section, leaf = name.split(".")
+        part = getattr(settings, section)
+        try:
+            value = coerce(value, get_type_hints(type(part))[leaf])
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        settings = dataclasses.replace(settings, **{section: dataclasses.replace(part, **{leaf: value})})
+    if problems:
+        raise UsageError("\n".join(problems))
+    return settings
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, str]:
+    """``["optim.lr=1e-3"]`` -> ``{"optim.lr": "1e-3"}``; a value may itself hold an equals sign."""
+    malformed = [a for a in assignments if "=" not in a]
+    if malformed:
+        raise UsageError("\n".join(f"--set {a}: expected NAME=VALUE, such as optim.lr=1e-3" for a in malformed))
+    return dict(a.split("=", 1) for a in assignments)
+
+
+def from_nested(nested: dict[str, dict[str, Any]]) -> RunSettings:
+    """The settings that ``dataclasses.asdict`` (config.json) holds."""
+    if not isinstance(nested, dict) or not all(isinstance(v, dict) for v in nested.values()):
+        raise UsageError("settings: expected an object of objects, such as {'optim': {'lr': 0.001}}")
+    return override(RunSettings(), {f"{section}.{leaf}": v for section, leaves in nested.items() for leaf, v in leaves.items()})
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """``value`` (perhaps text) as ``kind``. An int may stand for a float; true/false, yes/no, on/off, 1/0 for a bool."""
+    if get_origin(kind) is Literal:
+        if str(value) not in get_args(kind):
+            raise ValueError(unknown_name("value", str(value), get_args(kind)))
+        return str(value)
+    if get_origin(kind) in (Union, types.UnionType):
+        raise TypeError(f"settings of kind {kind} are not supported")
+    if kind is bool:
+        return _as_bool(value)
+    if kind is int:
+        return _as_int(value)
+    if kind is float:
+        return _as_float(value)
+    return str(value)
+
+
+def _as_bool(value: Any) -> bool:
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if str(value).lower() not in words:
+        raise ValueError(f"expected true or false, got {value!r}")
+    return words[str(value).lower()]
+
+
+def _as_int(value: Any) -> int:
+    number = _as_float(value)
+    if number != int(number):
+        raise ValueError(f"expected a whole number, got {value!r}")
+    return int(number)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        number = float(str(value).replace("_", ""))
+    except ValueError:
+        raise ValueError(f"expected a number, got {value!r}") from None
+    if number != number or abs(number) == float("inf"):
+        raise ValueError(f"expected a finite number, got {value!r}")
+    return number
+
+
+def check(settings: RunSettings) -> None:
+    """Raise UsageError that lists every setting which is out of range or makes no sense beside another."""
+    problems = _arm_problems(settings.arm) + _number_problems(settings)
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _arm_problems(arm: ArmSettings) -> list[str]:
+    problems = []
+    if arm.head == "tied" and arm.interface != "table":
+        problems.append(
+            f"arm.head=tied reuses the input table, and interface {arm.interface!r} has none: use head table (learned) or code"
+        )
+    if arm.positions < 1:
+        problems.append(f"arm.positions must be at least 1, got {arm.positions}")
+    if arm.input_scale < 0:
+        problems.append(f"arm.input_scale must be positive, or 0 for the preset's own, got {arm.input_scale}")
+    return problems
+
+
+def _number_problems(settings: RunSettings) -> list[str]:
+    flat = flatten(settings)
+    at_least_one = ("train.steps", "train.batch_size", "train.keep_checkpoints")
+    not_negative = (
+        *("data.seq_len", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip"),
+        *("train.micro_batch_size", "train.seed", "train.eval_every", "train.eval_rows", "train.save_every"),
+    )
+    problems = [f"{name} must be at least 1, got {flat[name]}" for name in at_least_one if flat[name] < 1]
+    problems += [f"{name} must not be negative, got {flat[name]}" for name in not_negative if flat[name] < 0]
+    optim, train = settings.optim, settings.train
+    if optim.min_lr > optim.lr:
+        problems.append(f"optim.min_lr ({optim.min_lr:g}) must not exceed optim.lr ({optim.lr:g})")
+    betas = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
+    problems += [f"{name} must lie in [0, 1), got {beta:g}" for name, beta in betas.items() if not 0 <= beta < 1]
+    if optim.eps <= 0:
+        problems.append(f"optim.eps must be positive, got {optim.eps:g}")
+    if train.micro_batch_size > train.batch_size:
+        problems.append(f"train.micro_batch_size ({train.micro_batch_size}) must not exceed train.batch_size ({train.batch_size})")
+    return problems

@@ -1,0 +1,159 @@
+"""Checkpoints: a folder that is complete or absent. Weights as safetensors, everything else as JSON, the optimizer's state loaded
+with ``weights_only=True``: nothing pickled is ever executed.
+
+    checkpoints/step_00000200/   model.safetensors  model.json  optimizer.pt  state.json  config.json  tokenizer.json  manifest.json
+
+``manifest.json`` holds the hash of each other file. The folder is written under another name, synced, then renamed.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from models.arm import LanguageModel, ModelDescription, build_model
+from models.errors import UserError
+from models.files import new_folder, read_json, sha256, write_json
+from models.vocab.fixed_data import blank_data
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked checkpoint folder."""
+
+    path: Path
+    state: dict[str, Any]  # step, tokens, run facts
+    config: dict[str, Any]  # RunSettings as nested dict
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    @property
+    def model_bytes(self) -> int:
+        """Size of the weights file, fixed codes included."""
+        return (self.path / "model.safetensors").stat().st_size
+
+    def load_model(self, impl: str | None = None) -> LanguageModel:
+        """The model, in evaluation mode on the CPU. Fixed data (codes, bytes, prior) come from the checkpoint too.
+
+        ``impl`` replaces the implementation of the ops that the run used.
+        """
+        description = ModelDescription.from_json(read_json(self.path / "model.json"))
+        if impl:
+            description = description.with_impl(impl)
+        with torch.device("meta"):
+            blank = blank_data(description.arm, description.vocab_size, description.code_bits)
+            model = build_model(description, blank)
+        load_weights(model, self.path / "model.safetensors", assign=True)
+        return model.eval()
+
+    def load_into(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
+        """Put the saved weights and optimizer state into ``model`` and ``optimizer``."""
+        load_weights(model, self.path / "model.safetensors", assign=False)
+        path = self.path / "optimizer.pt"
+        try:
+            optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # torch.load raises many kinds for a foreign file
+            raise UserError(f"{path}: cannot be loaded as optimizer state ({error})") from error
+
+
+def load_weights(model: LanguageModel, path: Path, assign: bool) -> None:
+    """Load ``path`` strictly into ``model``; UserError lists what does not fit."""
+    try:
+        model.load_state_dict(load_file(path), strict=True, assign=assign)
+    except (SafetensorError, RuntimeError) as error:
+        raise UserError(f"{path}: does not fit the model it claims to be ({error})") from error
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds."""
+
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    state: dict[str, Any]
+    config: dict[str, Any]
+    tokenizer: Path  # a tokenizer.json
+
+
+def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    """Write ``folder/step_N``; a complete folder of that step is kept as it is. UserError when the disk refuses."""
+    path = folder / f"step_{snapshot.state['step']:08d}"
+    if not path.exists():
+        try:
+            with new_folder(path) as temporary:
+                _write_files(temporary, snapshot)
+        except OSError as error:
+            earlier = _complete(folder)
+            kept = f"the last complete checkpoint is {earlier[-1]}" if earlier else "there is no earlier checkpoint"
+            raise UserError(f"{path}: cannot be saved ({error}); {kept}") from error
+    return path
+
+
+def _write_files(folder: Path, snapshot: Snapshot) -> None:
+    weights = {name: tensor.detach().contiguous() for name, tensor in snapshot.model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    torch.save(snapshot.optimizer.state_dict(), folder / "optimizer.pt")
+    write_json(folder / "model.json", snapshot.model.description.to_json())
+    write_json(folder / "state.json", snapshot.state)
+    write_json(folder / "config.json", snapshot.config)
+    shutil.copyfile(snapshot.tokenizer, folder / "tokenizer.json")
+    files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Check every file of a checkpoint folder against its manifest. Raises UserError that names the first fault."""
+    if not (path / MANIFEST).is_file():
+        raise UserError(f"{path}: not a checkpoint (no {MANIFEST} in it)")
+    manifest = read_json(path / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError(f"{path / MANIFEST}: a foreign or newer checkpoint format (this version reads format {FORMAT})")
+    for name, digest in manifest["files"].items():
+        if not (path / name).is_file():
+            raise UserError(f"{path}: {name} is missing; use another checkpoint")
+        if sha256(path / name) != digest:
+            raise UserError(f"{path / name}: damaged (its hash is not the one in {MANIFEST}); use another checkpoint")
+    return Checkpoint(path, state=read_json(path / "state.json"), config=read_json(path / "config.json"))
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first. One that has its name is complete: it got it last."""
+    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint in ``folder``, or None when there is none at all.
+
+    A damaged newest checkpoint is an error, not silently an older one.
+    """
+    complete = _complete(folder)
+    return open_checkpoint(complete[-1]) if complete else None
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints."""
+    for path in _complete(folder)[:-keep]:
+        doomed = path.with_name(f".{path.name}.tmp")  # a half-removed folder must not look like a checkpoint
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint that ``path`` means: a checkpoint folder, or a run's folder (then its newest)."""
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; give a run's folder or a checkpoint's")
+    if (path / MANIFEST).exists() and (path / "model.safetensors").exists():
+        return open_checkpoint(path)
+    newest = latest_checkpoint(path / "checkpoints")
+    if newest is None:
+        raise UserError(f"{path}: neither a checkpoint nor a run with one (no checkpoints/step_* in it)")
+    return newest

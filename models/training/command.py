@@ -1,0 +1,47 @@
+"""What train.py does with its arguments."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from models.errors import UsageError
+from models.presets import preset_changes
+from models.settings import RunSettings, check, override, parse_assignments
+from models.training.folder import pretty
+from models.training.grid import parse_arms, train_grid
+from models.training.loop import train_run
+from models.training.report import markdown_table
+from models.training.shards import TokenData
+
+
+def resolve(flags: dict[str, str], assignments: list[str]) -> RunSettings:
+    """Settings from, weakest first: defaults, the preset, the flags, --set. Raises UsageError that lists every problem."""
+    changes = flags | parse_assignments(assignments)
+    preset = changes.get("arm.preset", RunSettings().arm.preset)
+    settings = override(RunSettings(), preset_changes(preset) | changes)
+    if settings.data.seq_len == 0:
+        settings = override(settings, {"data.seq_len": preset_changes(preset)["data.seq_len"]})
+    check(settings)
+    return settings
+
+
+def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
+    """Train as asked; prints the table of results. Returns the exit code."""
+    settings = resolve(flags, arguments.set)
+    arms = parse_arms(arguments.arms, settings.arm) if arguments.arms else {}
+    if arms and (clash := [f for f in ("arm.interface", "arm.head", "arm.prior", "arm.linear") if f in flags]):
+        raise UsageError(f"--arms chooses {', '.join(clash)} itself; leave those out, or spell arms as interface/head/prior/linear")
+    if arguments.print_config:
+        print(pretty(settings))
+        return 0
+    if not settings.data.dir:
+        raise UsageError("give a folder with --data (make one: python -m models.training.data prepare data/demo --source demo)")
+    data = TokenData.open(Path(settings.data.dir))
+    out = Path(arguments.out)
+    if arms:
+        print("\n" + train_grid(settings, arms, data, out, arguments.resume))
+        print(f"report: {out / 'table.md'}, {out / 'loss.png'}")
+        return 0
+    result = train_run(settings, data, out, arguments.resume, label=settings.arm.parts)
+    print("\n" + markdown_table([{"arm": settings.arm.parts, **dataclasses.asdict(settings.arm), **result}]))
+    return 0

@@ -1,0 +1,109 @@
+"""A run's folder: who may write in it, what it is a run of, and how it was made."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from models.errors import UsageError, UserError
+from models.files import read_json, remove_abandoned, write_json
+from models.settings import RunSettings, flatten, from_nested
+
+ROOT = Path(__file__).resolve().parents[2]
+# Settings that may change when a run is resumed: they decide what is written down and when, not what is learned.
+FREE_ON_RESUME = (
+    *("train.eval_every", "train.eval_rows", "train.save_every", "train.keep_checkpoints", "train.tensorboard"),
+    *("data.dir", "data.codes"),
+)
+
+
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` (made if absent) for this process alone; a second process is refused. The lock ends with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{folder}: another process is writing this run; wait for it or give another --out") from None
+        remove_abandoned(folder)
+        remove_abandoned(folder / "checkpoints")
+        yield
+
+
+def begin(folder: Path, settings: RunSettings, resume: bool) -> None:
+    """Make ``folder`` the home of a run of ``settings``, or check that it is one when resuming."""
+    path = folder / "config.json"
+    if path.exists():
+        if not resume:
+            raise UsageError(f"{folder}: already holds a run; continue it with --resume, or give another --out")
+        refuse_changes(from_nested(read_json(path)), settings, folder)
+    write_json(path, asdict(settings))
+
+
+def refuse_changes(saved: RunSettings, given: RunSettings, folder: Path) -> None:
+    """Raise UsageError when a resumed run would learn something else than the saved one."""
+    before, now = flatten(saved), flatten(given)
+    changed = [f"  {n}: was {before[n]!r}, now {now[n]!r}" for n in before if before[n] != now[n] and n not in FREE_ON_RESUME]
+    if changed:
+        listing = "\n".join(changed)
+        raise UsageError(f"{folder}: cannot resume with other settings; give the old ones, or another --out\n{listing}")
+
+
+def record(folder: Path, facts: dict[str, Any]) -> None:
+    """Append this process's ``facts`` and provenance to ``run.json``."""
+    path = folder / "run.json"
+    sessions = read_json(path)["sessions"] if path.exists() else []
+    write_json(path, {"sessions": [*sessions, provenance() | facts]})
+
+
+def provenance() -> dict[str, Any]:
+    """Command, time, machine, versions and the commit the code is at."""
+    return {
+        "argv": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()},
+        "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "tokenizers", "safetensors")},
+        "git": git_state(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout and whether it has changes; None outside git."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """``result.json`` of a finished run, or None."""
+    path = folder / "result.json"
+    return read_json(path) if path.exists() else None
+
+
+def pretty(settings: RunSettings) -> str:
+    """The settings as JSON, for --print-config."""
+    return json.dumps(asdict(settings), indent=2)

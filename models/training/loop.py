@@ -1,0 +1,203 @@
+"""The training loop of one arm.
+
+A step's rows are a function of (seed, step) alone; its gradient is the sum over all its valid targets divided by their number,
+however the rows are cut into micro-batches; a loss or gradient that is not finite stops the run before the weights change.
+"""
+
+import contextlib
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.account import Account
+from models.arm import LanguageModel, build_model
+from models.errors import UsageError, UserError
+from models.evaluation.loss import Score, evaluate_loss
+from models.files import write_json
+from models.presets import describe
+from models.settings import RunSettings
+from models.training.batches import Batches, batch_hash
+from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
+from models.training.folder import begin, claim, read_result, record
+from models.training.progress import Metrics, ProgressLine, read_metrics
+from models.training.schedule import build_optimizer, learning_rate
+from models.training.shards import TokenData
+from models.training.signals import Stopped, StopRequest
+from models.vocab.fixed_data import load_data
+from models.vocab.heads import IGNORE
+
+
+def train_run(settings: RunSettings, data: TokenData, out: Path, resume: bool, label: str) -> dict[str, Any]:
+    """Train one arm in folder ``out`` and return its result (also in ``out/result.json``). A finished run is not trained again.
+
+    Raises UserError for what a user can mend, Stopped after a signal.
+    """
+    with claim(out):
+        begin(out, settings, resume)
+        finished = read_result(out)
+        if finished is not None:
+            print(f"{label}  already finished: validation loss {finished['loss']:.4f}", flush=True)
+            return finished
+        return Run(settings, data, out, label).train()
+
+
+class Run:
+    """One arm, its optimizer, its data and its folder."""
+
+    def __init__(self, settings: RunSettings, data: TokenData, out: Path, label: str) -> None:
+        self.settings, self.data, self.out, self.label = settings, data, out, label
+        self.device = choose_device(settings.train.device)
+        codes_path = Path(settings.data.codes) if settings.data.codes else Path(settings.data.dir) / "codes.safetensors"
+        fixed = load_data(settings.arm, data, codes_path)
+        description = describe(settings, fixed.size, fixed.code_bits)
+        self.model: LanguageModel = build_model(description, fixed, settings.train.seed).to(self.device)
+        self.optimizer = build_optimizer(self.model, settings.optim)
+        self.batches = Batches(data.train, settings.data.seq_len, settings.train.seed)
+        self.step, self.tokens = 0, 0
+        checkpoint = latest_checkpoint(out / "checkpoints")
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self.facts = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint, "device": str(self.device)}
+        record(out, self.facts | {"from_step": self.step, "threads": torch.get_num_threads()})
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.state["data"] != self.data.fingerprint:
+            raise UserError(f"{checkpoint.path}: trained on other data than {self.data.folder}: give that data, or another --out")
+        checkpoint.load_into(self.model, self.optimizer)
+        self.step, self.tokens = checkpoint.step, checkpoint.state["tokens"]
+
+    def train(self) -> dict[str, Any]:
+        """Run the remaining steps, score the whole validation text, write the result."""
+        train = self.settings.train
+        metrics = Metrics(self.out / "metrics.jsonl", self.step)
+        board = open_tensorboard(self.out) if train.tensorboard else None
+        progress = ProgressLine(self.label, train.steps)
+        with contextlib.closing(metrics), StopRequest() as stop:
+            while self.step < train.steps:
+                row = self._step()
+                if train.eval_every and (self.step % train.eval_every == 0):
+                    row["validation_loss"] = self.evaluate(train.eval_rows).loss
+                metrics.write(row)
+                if board:
+                    self._to_tensorboard(board, row)
+                progress.update(self.step, f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
+                if stop.number is not None:
+                    self.save()
+                    raise Stopped(stop.number, self.step)
+                if train.save_every and self.step % train.save_every == 0:
+                    self.save()
+            self.save()
+            score = self.evaluate(0)
+        result = self._result(score)
+        write_json(self.out / "result.json", result)
+        if stop.number is not None:
+            raise Stopped(stop.number, self.step)
+        progress.done(f"validation loss {score.loss:.4f}  {result['tokens_per_second']:,.0f} tokens/s")
+        return result
+
+    def _step(self) -> dict[str, Any]:
+        """One optimizer step; returns its metrics row."""
+        start, train, optim = time.perf_counter(), self.settings.train, self.settings.optim
+        first = self.step * train.batch_size
+        inputs, targets = self.batches.rows(first, train.batch_size)
+        digest = batch_hash(inputs, targets)
+        loss = self._backward(inputs, targets)
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip or float("inf")))
+        if not (abs(loss) < float("inf") and norm < float("inf")):
+            raise UserError(
+                f"step {self.step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite, in batch {digest} "
+                f"(rows {first} to {first + train.batch_size - 1}); the weights are unchanged. Lower optim.lr, or look at those rows"
+            )
+        rate = learning_rate(self.step, train.steps, optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step, self.tokens = self.step + 1, self.tokens + targets.numel()
+        seconds = time.perf_counter() - start
+        return {
+            "step": self.step,
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens": self.tokens,
+            "batch": digest,
+            "seconds": seconds,
+            "tokens_per_second": targets.numel() / seconds,
+        }
+
+    def _backward(self, inputs: Tensor, targets: Tensor) -> float:
+        """Accumulate the step's gradient over its micro-batches; returns the step's loss, nats per valid target."""
+        rows = self.settings.train.micro_batch_size or len(inputs)
+        valid = int((targets != IGNORE).sum())
+        total = torch.zeros((), device=self.device)
+        for part, part_targets in zip(inputs.split(rows), targets.split(rows), strict=True):
+            with self._autocast():
+                loss = self.model.loss(part.to(self.device), part_targets.to(self.device), denominator=valid)
+            loss.backward()
+            total += loss.detach()
+        return total.item()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.train.dtype == "bfloat16")
+
+    def evaluate(self, limit: int) -> Score:
+        """Score the validation text (its first ``limit`` windows; 0: all)."""
+        rows = self.settings.train.micro_batch_size or self.settings.train.batch_size
+        with self._autocast():
+            return evaluate_loss(
+                self.model, self.data.validation, self.data.tokenizer.byte_lengths(), self.settings.data.seq_len, rows, limit
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint of this step and drop old ones."""
+        folder = self.out / "checkpoints"
+        state = {"step": self.step, "tokens": self.tokens, **self.facts}
+        snapshot = Snapshot(self.model, self.optimizer, state, asdict(self.settings), self.data.folder / "tokenizer.json")
+        save_checkpoint(folder, snapshot)
+        prune_checkpoints(folder, self.settings.train.keep_checkpoints)
+
+    def _result(self, score: Score) -> dict[str, Any]:
+        rows = read_metrics(self.out / "metrics.jsonl")
+        step_seconds = statistics.median(row["seconds"] for row in rows)
+        checkpoint = latest_checkpoint(self.out / "checkpoints")
+        return {
+            **score.to_json(),
+            **Account.of(self.model, self.settings.data.seq_len).to_json(),
+            "steps": self.step,
+            "tokens": self.tokens,
+            "model_bytes": checkpoint.model_bytes,
+            "step_seconds": step_seconds,
+            "tokens_per_second": self.settings.train.batch_size * self.settings.data.seq_len / step_seconds,
+        }
+
+    def _to_tensorboard(self, board: Any, row: dict[str, Any]) -> None:
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "validation_loss"):
+            if name in row:
+                board.add_scalar(name, row[name], row["step"])
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is the GPU when there is one. Raises UsageError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros((), device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"train.device={name}: not usable here ({str(error).splitlines()[0]}); use auto or cpu") from None
+    return device
+
+
+def open_tensorboard(out: Path) -> Any:
+    """A TensorBoard writer; UsageError when the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError("train.tensorboard=true needs the package: pip install tensorboard") from None
+    return SummaryWriter(str(out / "tensorboard"))

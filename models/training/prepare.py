@@ -1,0 +1,239 @@
+"""The prepare step: sources of text in, a directory of token shards with a manifest out."""
+
+import hashlib
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.errors import UsageError, UserError
+from models.files import new_folder, read_json, sha256, write_json
+from models.training.shards import (
+    COUNTS,
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    ShardWriter,
+    TokenData,
+    fingerprint,
+    token_dtype,
+)
+from models.training.text import Document, Source
+from models.vocab.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+BPE = "bpe:"
+SMALLEST_BPE = 257  # 256 bytes and the end-of-text token
+BATCH_CHARACTERS = 1 << 20  # text encoded at a time
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What decides the tokens, beside the sources.
+
+    Attributes:
+        tokenizer: ``bpe:SIZE`` trains a byte-level BPE on the training split; anything else is what ``load_tokenizer`` takes.
+        validation_fraction: the share of documents, in (0, 1), held out by a hash of their ids.
+        seed: of that hash.
+        max_documents, max_bytes: stop reading after this many documents or bytes of text; None: read all.
+        shard_tokens: the most tokens in one file.
+    """
+
+    tokenizer: str = "bpe:4096"
+    validation_fraction: float = 0.05
+    seed: int = 0
+    max_documents: int | None = None
+    max_bytes: int | None = None
+    shard_tokens: int = 1 << 26
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, a sentence each."""
+        found = []
+        if not 0 < self.validation_fraction < 1:
+            found.append(f"the validation fraction must lie between 0 and 1, got {self.validation_fraction}")
+        for name in ("max_documents", "max_bytes", "shard_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{name} must be at least 1, got {value}")
+        if self.tokenizer.startswith(BPE):
+            size = self.tokenizer.removeprefix(BPE)
+            if not size.isdecimal() or int(size) < SMALLEST_BPE:
+                found.append(f"the tokenizer {self.tokenizer!r} must be {BPE}SIZE with a size of at least {SMALLEST_BPE}")
+        return found
+
+
+def in_validation(document_id: str, fraction: float, seed: int) -> bool:
+    """Whether a document is held out: BLAKE2 of (seed, id) as a number in [0, 1) is below ``fraction``.
+
+    It depends on nothing else, so documents stay in their split when others are added, removed or reordered.
+    """
+    digest = hashlib.blake2b(f"{seed}:{document_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < int(fraction * 2**64)
+
+
+def prepare(
+    out: str | Path,
+    sources: Sequence[Source],
+    settings: PrepareSettings,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda line: None,
+) -> tuple[TokenData, bool]:
+    """Write the tokens of ``sources`` to the new directory ``out``; the same input gives the same bytes.
+
+    Everything is written to a neighbouring directory that is renamed at the end, so ``out`` is complete or absent.
+
+    Args:
+        progress: called with a short line about the state, often.
+
+    Returns:
+        (data, reused): ``reused`` if ``out`` already held exactly this.
+
+    Raises:
+        UsageError: the settings are wrong, or ``out`` exists with something else in it (``overwrite`` replaces prepared data only).
+        UserError: a source cannot be read, a split is empty, or the tokenizer has no end-of-text token.
+    """
+    if problems := settings.problems():
+        raise UsageError("; ".join(problems))
+    out = Path(out)
+    wanted = {**asdict(settings), "sources": [source.describe() for source in sources]}
+    if _is_there(out, wanted, overwrite):
+        return TokenData.open(out), True
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
+    with new_folder(out) as folder:
+        _Preparation(folder, sources, settings, progress).run(wanted)
+        if out.exists():
+            out.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+    return TokenData.open(out), False
+
+
+def _is_there(out: Path, wanted: dict[str, Any], overwrite: bool) -> bool:
+    """Whether ``out`` is reusable; False if it may be written."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    try:
+        manifest = read_json(out / MANIFEST)
+        settings = manifest["settings"] if manifest["format"] == FORMAT else None
+    except (OSError, UserError, KeyError, TypeError):
+        settings = None
+    if settings is None:
+        raise UsageError(f"{out} exists and is not prepared data; name another directory")
+    if overwrite:
+        return False
+    if settings == wanted and manifest["version"] == FORMAT_VERSION:
+        return True
+    changed = sorted(key for key in wanted if settings.get(key) != wanted[key]) or ["format version"]
+    raise UsageError(f"{out} holds data prepared differently ({', '.join(changed)}); add --overwrite or name another directory")
+
+
+class _Preparation:
+    """One run of the prepare step into ``folder``."""
+
+    def __init__(self, folder: Path, sources: Sequence[Source], settings: PrepareSettings, progress: Progress) -> None:
+        self.folder, self.sources, self.settings, self.progress = folder, sources, settings, progress
+
+    def run(self, wanted: dict[str, Any]) -> None:
+        """Write all files; the manifest comes last."""
+        tokenizer = self._tokenizer()
+        if tokenizer.eos_id is None:
+            spec = self.settings.tokenizer
+            raise UserError(f"the tokenizer {spec!r} has no end-of-text token to end documents with; choose another")
+        manifest = self._write_tokens(tokenizer)
+        tokenizer.save(self.folder / TOKENIZER)
+        names = ("numpy", "tokenizers")
+        manifest |= {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "tokenizer": {"file": TOKENIZER, "fingerprint": tokenizer.fingerprint, "eos_id": tokenizer.eos_id},
+            "settings": wanted,
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        }
+        manifest["fingerprint"] = fingerprint(manifest)
+        write_json(self.folder / MANIFEST, manifest)
+
+    def _documents(self, doing: str) -> Iterator[tuple[Document, int, str]]:
+        """(document, bytes of its text, split) up to the limits; documents without text are left out."""
+        settings = self.settings
+        documents = size = 0
+        for source in self.sources:
+            for document in source.documents():
+                if not document.text:
+                    continue
+                if documents == settings.max_documents or (settings.max_bytes is not None and size >= settings.max_bytes):
+                    return
+                length = len(document.text.encode())
+                documents, size = documents + 1, size + length
+                if documents % 64 == 0:
+                    self.progress(f"{doing}: {documents:,} documents, {size / 1e6:,.1f} MB")
+                held_out = in_validation(document.id, settings.validation_fraction, settings.seed)
+                yield document, length, SPLITS[held_out]
+
+    def _tokenizer(self) -> Tokenizer:
+        spec = self.settings.tokenizer
+        if not spec.startswith(BPE):
+            return load_tokenizer(spec)
+        texts = (document.text for document, _, split in self._documents("training the tokenizer") if split == "train")
+        return train_bpe(texts, int(spec.removeprefix(BPE)))
+
+    def _write_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Write shards and counts; returns their part of the manifest."""
+        dtype = token_dtype(tokenizer.vocab_size)
+        writers = {split: ShardWriter(self.folder, split, dtype, self.settings.shard_tokens) for split in SPLITS}
+        totals = {split: {"documents": 0, "bytes": 0, "inexact_documents": 0} for split in SPLITS}
+        counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+        lengths = tokenizer.byte_lengths()
+        try:
+            for batch in _batched(self._documents("encoding")):
+                encoded = tokenizer.encode_batch([document.text for document, _, _ in batch])
+                for (_, size, split), ids in zip(batch, encoded, strict=True):
+                    tokens = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
+                    writers[split].write(tokens)
+                    totals[split]["documents"] += 1
+                    totals[split]["bytes"] += size
+                    totals[split]["inexact_documents"] += int(lengths[tokens[:-1]].sum() != size)
+                    if split == "train":
+                        counts += np.bincount(tokens, minlength=len(counts))
+        finally:
+            splits = {split: {**totals[split], **writers[split].summary()} for split in SPLITS}
+        self._require_both(totals)
+        np.save(self.folder / COUNTS, counts)
+        return {
+            "dtype": dtype.name,
+            "vocab_size": tokenizer.vocab_size,
+            "splits": splits,
+            "counts": {"file": COUNTS, "sha256": sha256(self.folder / COUNTS)},
+        }
+
+    def _require_both(self, totals: dict[str, dict[str, int]]) -> None:
+        documents = sum(total["documents"] for total in totals.values())
+        if documents == 0:
+            raise UserError("the sources hold no text: every document is empty")
+        for split in SPLITS:
+            if totals[split]["documents"] == 0:
+                raise UserError(
+                    f"none of the {documents} documents fell into the {split} split at validation fraction "
+                    f"{self.settings.validation_fraction} and seed {self.settings.seed}; use more documents, another fraction or "
+                    "another seed, or cut text files into shorter documents with --document-bytes"
+                )
+
+
+def _batched(documents: Iterator[tuple[Document, int, str]]) -> Iterator[list[tuple[Document, int, str]]]:
+    batch: list[tuple[Document, int, str]] = []
+    size = 0
+    for item in documents:
+        batch.append(item)
+        size += len(item[0].text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,80 @@
+"""What a run says while it works: a metrics file, and a line on the terminal that rewrites itself."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from models.files import write_text
+
+
+class Metrics:
+    """``metrics.jsonl``: one JSON object a line, flushed at once. Opening drops lines after ``last_step`` and a torn last line."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] <= last_step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The complete rows of a metrics file; none when it does not exist. A torn last line (a kill) is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+class ProgressLine:
+    """One line that rewrites itself on a terminal, and is silent elsewhere."""
+
+    def __init__(self, label: str, total: int, stream: TextIO = sys.stdout) -> None:
+        self._label, self._total, self._stream = label, total, stream
+        self._live = stream.isatty()
+        self._start, self._first = time.monotonic(), None
+        self._width = 0
+
+    def update(self, done: int, text: str) -> None:
+        """Show ``done`` of the total, ``text``, and the time left at the pace since the first update."""
+        if not self._live:
+            return
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._start = done, now
+        steps = done - self._first
+        left = (now - self._start) / steps * (self._total - done) if steps else None
+        self._show(f"{self._label}  {done}/{self._total}  {text}  ETA {format_seconds(left)}")
+
+    def done(self, text: str) -> None:
+        """Replace the line by its last words, which are printed everywhere."""
+        if self._live:
+            self._show("")
+            self._stream.write("\r")
+        print(f"{self._label}  {text}", file=self._stream, flush=True)
+
+    def _show(self, line: str) -> None:
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """``75`` -> ``1:15``; None -> ``-:--``."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

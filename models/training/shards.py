@@ -1,0 +1,209 @@
+"""Prepared text on disk: flat shards of token ids and a manifest that says what they are."""
+
+import hashlib
+import json
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.errors import UserError
+from models.files import read_json, sha256
+from models.vocab.tokenizer import Tokenizer, load_tokenizer
+
+FORMAT = "tablefree-tokens"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+COUNTS = "counts.npy"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "validation")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Little-endian uint16 if every id fits, else uint32."""
+    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
+
+
+class ShardWriter:
+    """Writes one split as files of at most ``shard_tokens`` tokens each, hashing as it goes."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
+        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.shards: list[dict[str, Any]] = []
+        self._stream_hash = hashlib.sha256()
+        self._file = None
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append ``tokens`` (integers [n]); a document may run over the end of a shard."""
+        while len(tokens):
+            if self._file is None:
+                self._open()
+            shard = self.shards[-1]
+            part, tokens = np.split(tokens, [self.shard_tokens - shard["tokens"]])
+            data = part.astype(self.dtype).tobytes()
+            self._file.write(data)
+            self._shard_hash.update(data)
+            self._stream_hash.update(data)
+            shard["tokens"] += len(part)
+            if shard["tokens"] == self.shard_tokens:
+                self.close()
+
+    def _open(self) -> None:
+        name = f"{self.split}-{len(self.shards):05d}.bin"
+        self._file = (self.folder / name).open("wb")
+        self._shard_hash = hashlib.sha256()
+        self.shards.append({"file": name, "tokens": 0, "sha256": ""})
+
+    def close(self) -> None:
+        """Finish the shard being written, if there is one."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self.shards[-1]["sha256"] = self._shard_hash.hexdigest()
+
+    def summary(self) -> dict[str, Any]:
+        """The split's part of the manifest; ``sha256`` is that of all shards joined, whatever their size."""
+        self.close()
+        tokens = sum(shard["tokens"] for shard in self.shards)
+        return {"tokens": tokens, "sha256": self._stream_hash.hexdigest(), "shards": self.shards}
+
+
+class TokenStream:
+    """The token ids of one split: shards joined into one sequence, read from disk as needed.
+
+    ``len(stream)`` is the number of tokens, ``stream[a:b]`` an int64 array (a copy), ``stream[i]`` an int.
+    """
+
+    def __init__(self, files: list[Path], sizes: list[int], dtype: np.dtype) -> None:
+        self._shards = [np.memmap(file, dtype=dtype, mode="r", shape=(size,)) for file, size in zip(files, sizes, strict=True)]
+        self._starts = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            position = range(len(self))[index]
+            return int(self[position : position + 1][0])
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise IndexError(f"a token stream has no slices with step {step}, only stream[a:b]")
+        out = np.empty(max(0, stop - start), dtype=np.int64)
+        shard = bisect_right(self._starts, start) - 1
+        done = 0
+        while done < len(out):
+            first = start + done - self._starts[shard]
+            part = self._shards[shard][first : first + len(out) - done]
+            out[done : done + len(part)] = part
+            done, shard = done + len(part), shard + 1
+        return out
+
+
+class TokenData:
+    """A prepared data directory. Open it with :meth:`open`.
+
+    Attributes:
+        manifest: the manifest as a dict.  tokenizer: the Tokenizer that made the ids.  vocab_size: int.
+        fingerprint: hash over the tokens of both splits and the tokenizer; equal data has an equal fingerprint.
+        counts: int64 [vocab_size], how often each id occurs in the training split.
+        train, validation: :class:`TokenStream`.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> None:
+        self.folder, self.manifest, self.tokenizer = folder, manifest, tokenizer
+        self.vocab_size: int = manifest["vocab_size"]
+        self.fingerprint: str = manifest["fingerprint"]
+        self.counts: np.ndarray = np.load(folder / COUNTS)
+        self.train, self.validation = (self._stream(split) for split in SPLITS)
+
+    def _stream(self, split: str) -> TokenStream:
+        shards = self.manifest["splits"][split]["shards"]
+        files, sizes = [self.folder / shard["file"] for shard in shards], [shard["tokens"] for shard in shards]
+        return TokenStream(files, sizes, token_dtype(self.vocab_size))
+
+    @classmethod
+    def open(cls, folder: str | Path, verify: str = "full") -> "TokenData":
+        """Open and check a directory that ``python -m models.training.data prepare`` wrote.
+
+        Args:
+            folder: the directory.
+            verify: "full" also hashes every shard; "quick" trusts the contents of files that have the right size.
+
+        Raises:
+            UserError: the directory is missing, incomplete, damaged or of another format; the message says which.
+        """
+        if verify not in ("full", "quick"):
+            raise ValueError(f"verify must be 'full' or 'quick', got {verify!r}")
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        for entry in _files(manifest):
+            _check_file(folder, entry, manifest, verify)
+        tokenizer = load_tokenizer(str(folder / TOKENIZER))
+        expected = manifest["tokenizer"]["fingerprint"]
+        if tokenizer.fingerprint != expected or tokenizer.vocab_size != manifest["vocab_size"]:
+            raise UserError(
+                f"{folder / TOKENIZER}: not the tokenizer that made these tokens (fingerprint {tokenizer.fingerprint[:12]}, "
+                f"the manifest says {expected[:12]}); prepare the data again"
+            )
+        return cls(folder, manifest, tokenizer)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a prepared directory, checked for format, version, completeness and emptiness.
+
+    Raises:
+        UserError: see :meth:`TokenData.open`.
+    """
+    path = folder / MANIFEST
+    command = f"python -m models.training.data prepare {folder} --source demo"
+    if not path.is_file():
+        what = "is not prepared data (it has no manifest.json)" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; make it with, for example: {command}")
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError(f"{path}: not the manifest of prepared data (no format {FORMAT!r}); make some with, for example: {command}")
+    if manifest.get("version") != FORMAT_VERSION:
+        found = manifest.get("version")
+        raise UserError(f"{path}: format version {found!r}, this program reads version {FORMAT_VERSION}; prepare the data again")
+    if manifest.get("fingerprint") != fingerprint(manifest):
+        raise UserError(f"{path}: damaged (its fingerprint does not fit its contents); prepare the data again")
+    for split in SPLITS:
+        if manifest["splits"][split]["tokens"] == 0:
+            raise UserError(f"{path}: the {split} split is empty; prepare the data again with more text or another fraction")
+    return manifest
+
+
+def fingerprint(manifest: dict[str, Any]) -> str:
+    """sha256 over what a training run sees: tokenizer, vocabulary size, dtype and the tokens of each split.
+
+    It leaves out how the tokens are cut into shards, the versions of libraries and the names of sources.
+    """
+    try:
+        seen = {
+            "tokenizer": manifest["tokenizer"]["fingerprint"],
+            "vocab_size": manifest["vocab_size"],
+            "dtype": manifest["dtype"],
+            "splits": {split: [manifest["splits"][split][key] for key in ("tokens", "sha256")] for split in SPLITS},
+        }
+    except (KeyError, TypeError):
+        return ""
+    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
+
+def _files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
+    return [*shards, manifest["counts"], {"file": TOKENIZER}]
+
+
+def _check_file(folder: Path, entry: dict[str, Any], manifest: dict[str, Any], verify: str) -> None:
+    path = folder / entry["file"]
+    if not path.is_file():
+        raise UserError(f"{path}: missing; prepare the data again")
+    if "tokens" in entry:
+        expected, size = entry["tokens"] * np.dtype(manifest["dtype"]).itemsize, path.stat().st_size
+        if size != expected:
+            raise UserError(f"{path}: {size:,} bytes instead of {expected:,}, cut short or overwritten; prepare the data again")
+    if "sha256" in entry and (verify == "full" or "tokens" not in entry) and sha256(path) != entry["sha256"]:
+        raise UserError(f"{path}: contents changed (its sha256 is not the manifest's); prepare the data again")

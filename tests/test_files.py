@@ -1,0 +1,103 @@
+"""Files are replaced whole or not at all; metrics survive a torn line; a run's folder has one writer."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from models.errors import UserError
+from models.files import new_folder, read_json, remove_abandoned, sha256, write_json, write_text
+from models.training.folder import ROOT, claim
+from models.training.progress import Metrics, ProgressLine, format_seconds, read_metrics
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "new")
+    assert read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_damaged_json_is_named(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": ')
+    with pytest.raises(UserError, match="a.json: not valid JSON"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_folder_appears_complete_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "x") as folder:
+        (folder / "half").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(tmp_path / "x") as folder:
+        (folder / "all").write_text("all")
+        assert not (tmp_path / "x").exists()
+    assert (tmp_path / "x" / "all").read_text() == "all"
+    assert sha256(tmp_path / "x" / "all") == hashlib.sha256(b"all").hexdigest()
+
+
+def test_abandoned_folders_are_removed(tmp_path):
+    (tmp_path / ".step_00000001.123.tmp").mkdir()
+    (tmp_path / "step_00000002").mkdir()
+    remove_abandoned(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_metrics_drop_a_torn_line_and_later_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3)) + '{"step": 4, "lo')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    metrics = Metrics(path, last_step=2)
+    metrics.write({"step": 3, "new": True})
+    metrics.close()
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "new": True}]
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_second_process_is_refused(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nfrom models.training.folder import claim\n"
+    code += f"with claim(Path({str(tmp_path)!r})): pass"
+    with claim(tmp_path):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "another process is writing this run" in done.stderr
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+class Terminal:
+    def __init__(self, live):
+        self.live, self.text = live, ""
+
+    def isatty(self):
+        return self.live
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_is_quiet_without_a_terminal():
+    for live in (True, False):
+        stream = Terminal(live)
+        line = ProgressLine("kron", 10, stream)
+        line.update(1, "loss 5.0")
+        line.update(2, "loss 4.0")
+        line.done("finished")
+        assert ("loss 4.0" in stream.text and "ETA" in stream.text) is live
+        assert stream.text.endswith("kron  finished\n")
+
+
+@pytest.mark.parametrize("seconds, text", [(None, "-:--"), (0, "0:00"), (75, "1:15"), (3600, "1:00:00"), (59.6, "1:00")])
+def test_seconds(seconds, text):
+    assert format_seconds(seconds) == text

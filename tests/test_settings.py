@@ -1,0 +1,73 @@
+"""Settings: overrides by dotted name, near matches, all problems at once."""
+
+from dataclasses import asdict
+
+import pytest
+
+from models.errors import UsageError
+from models.settings import ArmSettings, RunSettings, check, flatten, from_nested, override, parse_assignments
+
+
+def test_override_takes_text_and_values():
+    changed = override(RunSettings(), {"optim.lr": "3e-4", "train.steps": "1_000", "train.activation_checkpointing": "yes"})
+    assert changed.optim.lr == 3e-4 and changed.train.steps == 1000 and changed.train.activation_checkpointing is True
+    assert override(RunSettings(), {"optim.lr": 1}).optim.lr == 1.0
+
+
+@pytest.mark.parametrize("text, expected", [("true", True), ("ON", True), ("1", True), ("false", False), ("no", False), ("0", False)])
+def test_booleans(text, expected):
+    assert override(RunSettings(), {"train.tensorboard": text}).train.tensorboard is expected
+
+
+def test_every_problem_is_reported_at_once_with_near_matches():
+    changes = {"optim.learning_rate": "1", "optim.lrr": "1", "train.steps": "ten", "train.seed": "1.5", "arm.interface": "kronn"}
+    with pytest.raises(UsageError) as error:
+        override(RunSettings(), changes)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    assert "did you mean optim.lr" in lines[1]
+    assert "train.steps: expected a number" in lines[2]
+    assert "train.seed: expected a whole number" in lines[3]
+    assert "did you mean kron?" in lines[4]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_must_be_finite(value):
+    with pytest.raises(UsageError, match="finite"):
+        override(RunSettings(), {"optim.lr": value})
+
+
+def test_assignments_keep_later_equals_signs_and_refuse_none():
+    assert parse_assignments(["data.dir=a=b"]) == {"data.dir": "a=b"}
+    with pytest.raises(UsageError, match="NAME=VALUE"):
+        parse_assignments(["optim.lr"])
+
+
+def test_settings_survive_json():
+    settings = override(RunSettings(), {"arm.interface": "kron", "optim.lr": 0.25, "train.dtype": "bfloat16"})
+    assert from_nested(asdict(settings)) == settings
+    with pytest.raises(UsageError):
+        from_nested({"optim": {"unknown": 1}})
+
+
+def test_check_lists_all_contradictions():
+    bad = override(
+        RunSettings(arm=ArmSettings(interface="kron", head="tied")),
+        {"train.steps": 0, "optim.min_lr": 1.0, "train.micro_batch_size": 99, "optim.beta2": 1.0, "optim.eps": 0},
+    )
+    with pytest.raises(UsageError) as error:
+        check(bad)
+    text = str(error.value)
+    for piece in ("has none", "train.steps must be at least 1", "min_lr", "micro_batch_size (99)", "beta2", "optim.eps"):
+        assert piece in text
+    assert len(text.splitlines()) == 6
+
+
+@pytest.mark.parametrize("interface", ["binary", "gf2", "sign", "kron"])
+def test_a_tied_head_needs_a_table(interface):
+    with pytest.raises(UsageError, match=f"interface '{interface}' has none"):
+        check(RunSettings(arm=ArmSettings(interface=interface, head="tied")))
+
+
+def test_all_settings_have_two_part_names():
+    assert all(name.count(".") == 1 for name in flatten(RunSettings()))

@@ -1,0 +1,56 @@
+"""Train one arm, or several matched arms on the same batches.
+
+    python train.py --data data/demo --preset gpt2-tiny --interface kron --head table --out runs/kron
+    python train.py --data data/demo --preset gpt2-tiny --arms table,tied,kron,sign --out runs/compare
+
+Every setting has a dotted name: `--set optim.lr=3e-4`, all of them with `--print-config`. Data folders are made by
+`python -m models.training.data prepare`.
+"""
+
+import argparse
+
+from models.cli import add_common_flags, run_cli
+
+# flag -> the setting it stands for
+FLAGS = {
+    "preset": ("arm.preset", "body and sizes; `python -m models.presets` lists them"),
+    "interface": ("arm.interface", "table, binary, gf2, sign or kron"),
+    "head": ("arm.head", "table, tied or code"),
+    "prior": ("arm.prior", "none, fixed or trained"),
+    "linear": ("arm.linear", "float or bitnet"),
+    "impl": ("arm.impl", "auto, naive, eager or fused"),
+    "data": ("data.dir", "folder of prepared tokens"),
+    "codes": ("data.codes", "sign codes file (default: codes.safetensors in the data folder)"),
+    "steps": ("train.steps", "optimizer steps"),
+    "batch-size": ("train.batch_size", "rows per optimizer step"),
+    "lr": ("optim.lr", "peak learning rate"),
+    "seed": ("train.seed", "of initial weights and row order"),
+    "device": ("train.device", "auto, cpu, cuda, ..."),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for flag, (setting, text) in FLAGS.items():
+        parser.add_argument(f"--{flag}", dest=setting, metavar="X", help=f"{text} [{setting}]")
+    parser.add_argument("--arms", help="train several: names (table,tied,binary,gf2,sign,sign-trained,sign-bitnet,kron) or i/h/p/l")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any setting by dotted name; repeatable")
+    parser.add_argument("--out", default="runs/run", help="folder of the run (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="continue what --out holds; start if it holds nothing")
+    parser.add_argument("--print-config", action="store_true", help="print the settings as JSON and stop")
+    add_common_flags(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    from models.training.command import run_training
+
+    flags = {setting: value for setting, _ in FLAGS.values() if (value := getattr(arguments, setting)) is not None}
+    return run_training(flags, arguments)
+
+
+if __name__ == "__main__":
+    run_cli(main)
