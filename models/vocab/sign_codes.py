@@ -32,53 +32,53 @@ CONTEXTS = 2048  # as many as the 4,096-token vocabularies here profit from; the
 class SignCodes:
     """The codes of a vocabulary, and where they come from.
 
-    codes: int32 [V, ceil(bits / 32)], packed as kernels.sign_code says (bit set: +1); bits: K; source: in words, what they were
-    made from; details: its settings (JSON values); explained_variance: the share of E's variance in the K directions, None for
-    random codes; tokenizer_fingerprint: of the tokenizer whose ids they are for, None when not known.
+    words: int32 [V, ceil(bits / 32)], packed as kernels.sign_code says (bit set: +1); bits: K; source: what they were made from;
+    details: its settings (JSON values); explained_variance: the share of E's variance in the K directions, None for random codes;
+    tokenizer: fingerprint of the tokenizer whose ids they are for, None when not known.
     """
 
-    codes: torch.Tensor
+    words: torch.Tensor
     bits: int
     source: str
     details: dict[str, Any] = field(default_factory=dict)
     explained_variance: float | None = None
-    tokenizer_fingerprint: str | None = None
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         words = -(-self.bits // 32)
-        if self.bits < 1 or self.codes.dtype != torch.int32 or self.codes.dim() != 2 or self.codes.shape[1] != words:
-            got = f"{self.codes.dtype} {list(self.codes.shape)}"
+        if self.bits < 1 or self.words.dtype != torch.int32 or self.words.dim() != 2 or self.words.shape[1] != words:
+            got = f"{self.words.dtype} {list(self.words.shape)}"
             raise UserError(f"sign codes of {self.bits} bits must be int32 [V, {words}]; got {got}")
 
     @property
     def vocab_size(self) -> int:
         """V."""
-        return self.codes.shape[0]
+        return self.words.shape[0]
 
     @property
     def checksum(self) -> str:
         """sha256 (hex) over V, K and the packed words, little-endian: the identity of the codes wherever they came from."""
         header = f"tablefree sign codes 1 {self.vocab_size} {self.bits}\0".encode()
-        words = self.codes.cpu().contiguous().numpy().astype("<i4", copy=False)
+        words = self.words.cpu().contiguous().numpy().astype("<i4", copy=False)
         return hashlib.sha256(header + words.tobytes()).hexdigest()
 
     def duplicates(self) -> list[tuple[int, ...]]:
         """The groups of ids that have one and the same code, which no model can tell apart."""
         groups: dict[bytes, list[int]] = {}
-        for index, row in enumerate(self.codes.cpu().numpy()):
+        for index, row in enumerate(self.words.cpu().numpy()):
             groups.setdefault(row.tobytes(), []).append(index)
         return [tuple(group) for group in groups.values() if len(group) > 1]
 
     def neighbours(self, index: int, count: int) -> list[tuple[int, int]]:
         """The ``count`` ids nearest to ``index`` by Hamming distance, as (id, distance); ties to the lowest id."""
-        different = self.codes ^ self.codes[index]
+        different = self.words ^ self.words[index]
         distance = sum(((different >> bit) & 1).sum(1) for bit in range(32))
         order = torch.argsort(distance, stable=True)[: count + 1].tolist()
         return [(i, int(distance[i])) for i in order if i != index][:count]
 
     def balance(self) -> tuple[float, float]:
         """The least and the largest share of +1 among the bits (0.5 is a bit that splits the vocabulary in half)."""
-        share = (unpack_sign_codes(self.codes, self.bits).mean(0) + 1) / 2
+        share = (unpack_sign_codes(self.words, self.bits).mean(0) + 1) / 2
         return float(share.min()), float(share.max())
 
     def report(self) -> str:
@@ -86,11 +86,11 @@ class SignCodes:
         groups = self.duplicates()
         low, high = self.balance()
         variance = "" if self.explained_variance is None else f"explained variance: {self.explained_variance:.4f}\n"
-        return (f"sign codes:  {self.vocab_size:,} ids x {self.bits} bits, {self.codes.numel() * 4 / 1e6:.2f} MB\n"
+        return (f"sign codes:  {self.vocab_size:,} ids x {self.bits} bits, {self.words.numel() * 4 / 1e6:.2f} MB\n"
                 f"source:      {self.source}\n{variance}"
                 f"duplicates:  {sum(map(len, groups)):,} ids in {len(groups):,} groups share a code\n"
                 f"bit balance: {low:.3f} to {high:.3f} of the ids have +1\n"
-                f"tokenizer:   {self.tokenizer_fingerprint or 'not recorded'}\n"
+                f"tokenizer:   {self.tokenizer or 'not recorded'}\n"
                 f"checksum:    {self.checksum}")
 
     def save(self, path: str | Path) -> None:
@@ -99,29 +99,29 @@ class SignCodes:
 
         about = {"format": FORMAT, "version": VERSION, "bits": self.bits, "vocab_size": self.vocab_size, "source": self.source,
                  "details": self.details, "explained_variance": self.explained_variance,
-                 "tokenizer_fingerprint": self.tokenizer_fingerprint, "checksum": self.checksum}
+                 "tokenizer": self.tokenizer, "checksum": self.checksum}
         target = Path(path)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         # one metadata key only: safetensors writes several in random order, and equal codes should make equal files
-        save_file({"codes": self.codes.cpu().contiguous()}, temporary, metadata={"tablefree": json.dumps(about, sort_keys=True)})
+        save_file({"codes": self.words.cpu().contiguous()}, temporary, metadata={"tablefree": json.dumps(about, sort_keys=True)})
         temporary.replace(target)
 
     @classmethod
-    def load(cls, path: str | Path, tokenizer_fingerprint: str | None = None) -> "SignCodes":
+    def load(cls, path: str | Path, tokenizer: str | None = None) -> "SignCodes":
         """Read and verify a file that ``save`` wrote.
 
-        tokenizer_fingerprint: when given, the codes must be for this tokenizer (or have none recorded). Raises UserError for a file
-        that is not ours, is cut short or damaged, or belongs to another tokenizer.
+        tokenizer: a fingerprint; when given, the codes must be for that tokenizer (or have none recorded). Raises UserError for a
+        file that is not ours, is cut short or damaged, or belongs to another tokenizer.
         """
         codes, about = _read(Path(path))
-        fields = ("bits", "source", "details", "explained_variance", "tokenizer_fingerprint")
+        fields = ("bits", "source", "details", "explained_variance", "tokenizer")
         loaded = cls(codes, **{name: about[name] for name in fields})
         if loaded.vocab_size != about["vocab_size"] or loaded.checksum != about["checksum"]:
             raise UserError(f"{path}: damaged: the codes do not match their checksum; make them again or copy the file again")
-        recorded = loaded.tokenizer_fingerprint
-        if tokenizer_fingerprint and recorded and recorded != tokenizer_fingerprint:
+        recorded = loaded.tokenizer
+        if tokenizer and recorded and recorded != tokenizer:
             raise UserError(f"{path}: these codes are for another tokenizer (fingerprint {recorded[:12]}..., not "
-                            f"{tokenizer_fingerprint[:12]}...); make codes for this one")
+                            f"{tokenizer[:12]}...); make codes for this one")
         return loaded
 
 
@@ -146,7 +146,7 @@ def _read(path: Path) -> tuple[torch.Tensor, dict]:
 
 
 def from_embedding(matrix: torch.Tensor | np.ndarray, bits: int, source: str = "embedding", *,
-                   tokenizer_fingerprint: str | None = None) -> SignCodes:
+                   tokenizer: str | None = None) -> SignCodes:
     """Sign codes of a trained embedding ``matrix`` [V, D], any float dtype.
 
     Raises UserError when bits > D (there are only D principal directions), when the rows span fewer than ``bits`` directions, or
@@ -157,7 +157,7 @@ def from_embedding(matrix: torch.Tensor | np.ndarray, bits: int, source: str = "
         raise UserError(f"an embedding must be a floating-point matrix [V, D]; got {matrix.dtype} {list(matrix.shape)}")
     rows, width = matrix.shape
     if not 1 <= bits <= width:
-        raise UserError(f"bits must lie in [1, {width}]: the embedding's width, which is how many principal directions it has; got {bits}")
+        raise UserError(f"bits must lie in [1, {width}]: only as many principal directions as the embedding is wide; got {bits}")
     for start in range(0, rows, ROWS):
         if not torch.isfinite(matrix[start : start + ROWS]).all():
             raise UserError(f"the embedding holds values that are not finite in the {ROWS} rows from {start}")
@@ -168,7 +168,7 @@ def from_embedding(matrix: torch.Tensor | np.ndarray, bits: int, source: str = "
 
     scores, variance = _principal_signs(blocks, width, bits)
     return SignCodes(pack_sign_codes(torch.from_numpy(scores)), bits, source, {"method": "pca", "width": width}, variance,
-                     tokenizer_fingerprint)
+                     tokenizer)
 
 
 def _principal_signs(blocks: Callable[[], Iterator[np.ndarray]], width: int, bits: int) -> tuple[np.ndarray, float]:
@@ -200,7 +200,7 @@ def _principal_signs(blocks: Callable[[], Iterator[np.ndarray]], width: int, bit
 
 
 def from_corpus(tokens: Sequence[int], vocab_size: int, bits: int, window: int = 4, seed: int = 0, *, boundary: int | None = None,
-                contexts: int = CONTEXTS, tokenizer_fingerprint: str | None = None) -> SignCodes:
+                contexts: int = CONTEXTS, tokenizer: str | None = None) -> SignCodes:
     """Sign codes from the company that tokens keep in a corpus: PCA of the PPMI co-occurrence matrix (see cooccurrence.py).
 
     tokens: ids, anything with len() and slices; window: how far on either side; boundary: the id that ends a document; contexts:
@@ -221,14 +221,14 @@ def from_corpus(tokens: Sequence[int], vocab_size: int, bits: int, window: int =
             yield matrix[start : start + ROWS].toarray()
 
     signs, variance = _principal_signs(blocks, matrix.shape[1], bits)
-    codes = random_codes(vocab_size, bits, seed).codes
+    codes = random_codes(vocab_size, bits, seed).words
     codes[torch.from_numpy(known)] = pack_sign_codes(torch.from_numpy(signs))
     details = {"method": "ppmi pca", "tokens": len(tokens), "window": window, "contexts": matrix.shape[1], "seed": seed,
                "random_rows": vocab_size - len(known)}
-    return SignCodes(codes, bits, f"co-occurrence in {len(tokens):,} tokens", details, variance, tokenizer_fingerprint)
+    return SignCodes(codes, bits, f"co-occurrence in {len(tokens):,} tokens", details, variance, tokenizer)
 
 
-def random_codes(vocab_size: int, bits: int, seed: int, *, tokenizer_fingerprint: str | None = None) -> SignCodes:
+def random_codes(vocab_size: int, bits: int, seed: int, *, tokenizer: str | None = None) -> SignCodes:
     """Random codes, the control: word j of token t is a hash of (seed, t, j), on any machine and for any vocab_size."""
     if vocab_size < 1 or bits < 1 or not 0 <= seed < 1 << 32:
         raise UserError(f"random codes need vocab_size >= 1, bits >= 1 and 0 <= seed < 2^32; got {vocab_size}, {bits}, {seed}")
@@ -238,7 +238,7 @@ def random_codes(vocab_size: int, bits: int, seed: int, *, tokenizer_fingerprint
     if bits % 32:
         values[:, -1] &= np.uint64((1 << bits % 32) - 1)
     codes = torch.from_numpy(values.astype(np.uint32).view(np.int32))
-    return SignCodes(codes, bits, f"random, seed {seed}", {"method": "random", "seed": seed}, None, tokenizer_fingerprint)
+    return SignCodes(codes, bits, f"random, seed {seed}", {"method": "random", "seed": seed}, None, tokenizer)
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
