@@ -69,9 +69,9 @@ def test_resume_is_bit_exact(data_dir, tmp_path, monkeypatch, arm):
         assert whole == resumed
         assert len(read_json(tmp_path / folder / "run.json")["sessions"]) == len(stops) + 1
         optimizers = [
-            torch.load(find_checkpoint(tmp_path / name).path / "optimizer.pt", weights_only=True)["state"] for name in ("whole", folder)
+            torch.load(find_checkpoint(tmp_path / name).path / "optimizer.pt", weights_only=True) for name in ("whole", folder)
         ]
-        for ours, theirs in zip(*(o.values() for o in optimizers), strict=True):
+        for ours, theirs in zip(*(o["state"].values() for o in optimizers), strict=True):
             assert all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
