@@ -50,6 +50,6 @@ def data_dir(tmp_path_factory) -> Path:
     (root / "text.txt").write_text(synthetic_text(2000), encoding="utf-8")
     source = open_source(str(root / "text.txt"), ReadOptions(document_bytes=2000))
     data, _ = prepare(root / "data", [source], PrepareSettings(tokenizer="bpe:320", validation_fraction=0.2))
-    codes = random_codes(data.vocab_size, 64, seed=0, tokenizer_fingerprint=data.tokenizer.fingerprint)
+    codes = random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint)
     codes.save(root / "data" / "codes.safetensors")
     return root / "data"
