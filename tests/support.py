@@ -56,8 +56,9 @@ class LargestTensor(TorchDispatchMode):
 def synthetic_text(sentences: int, seed: int = 0) -> str:
     """Small sentences that a model can learn something from, one paragraph every eight."""
     draw = random.Random(seed)
-    nouns = "river stone king garden letter horse winter music captain island".split()
-    verbs = "carries finds follows remembers paints breaks answers".split()
-    places = "under the bridge,near the old mill,in São Paulo,at 7 o'clock,beyond the naïve sea".split(",")
-    lines = [f"The {draw.choice(nouns)} {draw.choice(verbs)} a {draw.choice(nouns)} {draw.choice(places)}." for _ in range(sentences)]
+    nouns = ["river", "stone", "king", "garden", "letter", "horse", "winter", "music", "captain", "island"]
+    verbs = ["carries", "finds", "follows", "remembers", "paints", "breaks", "answers"]
+    places = ["under the bridge", "near the old mill", "in São Paulo", "at 7 o'clock", "beyond the naïve sea"]
+    parts = [(draw.choice(nouns), draw.choice(verbs), draw.choice(nouns), draw.choice(places)) for _ in range(sentences)]
+    lines = [f"The {subject} {verb} a {thing} {place}." for subject, verb, thing, place in parts]
     return "\n\n".join(" ".join(lines[i : i + 8]) for i in range(0, len(lines), 8))

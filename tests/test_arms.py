@@ -24,9 +24,8 @@ ARMS = [arm for arm in ARMS if arm[2] != "tied" or arm[1] == "table"]
 
 
 def make(data_dir, preset, interface, head, prior, linear, seed=0, **changes):
-    settings = override(
-        RunSettings(arm=ArmSettings(preset, interface, head, prior, linear)), {"data.dir": str(data_dir), "data.seq_len": 16} | changes
-    )
+    arm = ArmSettings(preset, interface, head, prior, linear)
+    settings = override(RunSettings(arm=arm), {"data.dir": str(data_dir), "data.seq_len": 16} | changes)
     check(settings)
     fixed = load_data(settings.arm, TokenData.open(data_dir, verify="quick"), data_dir / "codes.safetensors")
     return build_model(describe(settings, fixed.size, fixed.code_bits), fixed, seed)
@@ -106,7 +105,8 @@ def test_a_trained_prior_starts_at_the_unigram_and_moves(data_dir):
 def test_gemma_scales_tables_only(data_dir):
     assert make(data_dir, "gemma3-tiny", "table", "table", "none", "float").description.input_scale == pytest.approx(128**0.5)
     assert make(data_dir, "gemma3-tiny", "kron", "table", "none", "float").description.input_scale == 1.0
-    assert make(data_dir, "gpt2-tiny", "kron", "table", "none", "float", **{"arm.input_scale": 0.02}).description.input_scale == 0.02
+    chosen = make(data_dir, "gpt2-tiny", "kron", "table", "none", "float", **{"arm.input_scale": 0.02})
+    assert chosen.description.input_scale == 0.02
 
 
 def test_input_scale_reaches_the_body(data_dir):
@@ -165,7 +165,7 @@ def test_codes_must_fit_the_data(data_dir, tmp_path):
     random_codes(data.vocab_size + 1, 64, seed=0).save(tmp_path / "large.safetensors")
     with pytest.raises(UserError, match="rebuild"):
         load_data(arm, data, tmp_path / "large.safetensors")
-    random_codes(data.vocab_size, 64, seed=0, tokenizer="another").save(tmp_path / "other.safetensors")
+    random_codes(data.vocab_size, 64, seed=0, tokenizer_fingerprint="another").save(tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="another tokenizer"):
         load_data(arm, data, tmp_path / "other.safetensors")
 

@@ -10,7 +10,7 @@ from models.settings import OptimSettings
 from models.training.schedule import build_optimizer, learning_rate
 
 
-@pytest.mark.parametrize("steps, warmup", itertools.product((1, 2, 3, 10, 257), (0, 1, 5, 10_000)))
+@pytest.mark.parametrize("steps, warmup", [*itertools.product((1, 2, 3, 10, 257), (0, 1, 5, 10_000))])
 def test_bounds_and_ends(steps, warmup):
     optim = OptimSettings(lr=1e-2, min_lr=1e-3, warmup_steps=warmup)
     rates = [learning_rate(step, steps, optim) for step in range(steps)]

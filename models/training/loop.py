@@ -109,9 +109,10 @@ class Run:
         loss = self._backward(inputs, targets)
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip or float("inf")))
         if not (abs(loss) < float("inf") and norm < float("inf")):
+            rows = f"rows {first} to {first + train.batch_size - 1}"
             raise UserError(
-                f"step {self.step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite, in batch {digest} "
-                f"(rows {first} to {first + train.batch_size - 1}); the weights are unchanged. Lower optim.lr, or look at those rows"
+                f"step {self.step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite, in batch {digest} ({rows}); "
+                "the weights are unchanged. Lower optim.lr, or look at those rows"
             )
         rate = learning_rate(self.step, train.steps, optim)
         for group in self.optimizer.param_groups:

@@ -1,0 +1,93 @@
+"""Argument checks of the code-scoring functions, and the reduction of per-token losses."""
+
+import math
+from numbers import Real
+
+import torch
+
+from kernels.common import require_dtype, require_same_device, require_shape
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def require_operands(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None) -> None:
+    """hidden [..., K] floating, codes int32 [V, ceil(K / 32)] with V >= 1, prior [V] floating or None, all on one device."""
+    require_dtype(op, "hidden", hidden, FLOATS)
+    require_dtype(op, "codes", codes, (torch.int32,))
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"{op}: hidden must have shape [..., K] with K >= 1, got {list(hidden.shape)}")
+    require_shape(op, "codes", codes, ("V", (hidden.shape[-1] + 31) // 32))
+    if codes.shape[0] == 0:
+        raise ValueError(f"{op}: codes must have at least one row (a vocabulary of at least one token), got none")
+    if prior is not None:
+        require_dtype(op, "prior", prior, FLOATS)
+        require_shape(op, "prior", prior, (codes.shape[0],))
+    require_same_device(op, hidden=hidden, codes=codes, prior=prior)
+
+
+def require_number(op: str, name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    """``value`` as a float; ValueError unless it is a finite number in [low, high], or in (low, high] with ``above``."""
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < low or value > high or (above and value == low):
+        limit = f"{'>' if above else '>='} {low:g}" + (f" and <= {high:g}" if high < math.inf else "")
+        raise ValueError(f"{op}: {name} must be a finite number {limit}; got {value!r}")
+    return float(value)
+
+
+def require_softcap(op: str, softcap: float | None) -> float | None:
+    """``softcap`` as a float, or None; ValueError unless it is above zero."""
+    return None if softcap is None else require_number(op, "softcap", softcap, 0, above=True)
+
+
+def require_per_token(op: str, name: str, value: torch.Tensor, hidden: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """One ``value`` of one of ``dtypes`` per token of ``hidden``: its shape is hidden's without the last dimension."""
+    require_dtype(op, name, value, dtypes)
+    require_shape(op, name, value, tuple(hidden.shape[:-1]))
+    require_same_device(op, hidden=hidden, **{name: value})
+
+
+def require_reduction(op: str, reduction: str, denominator: float | torch.Tensor | None) -> None:
+    """A known reduction, and a denominator only with "mean"."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction must be mean, sum or none; got {reduction!r}")
+    if denominator is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"{op}: denominator divides the mean only; got reduction={reduction!r}: use 'mean', or divide the result")
+    if isinstance(denominator, torch.Tensor):
+        require_shape(op, "denominator", denominator, ())
+    else:
+        require_number(op, "denominator", denominator, 0, above=True)
+
+
+def reduce_losses(
+    losses: torch.Tensor,
+    valid: torch.Tensor,
+    token_weights: torch.Tensor | None,
+    reduction: str,
+    denominator: float | torch.Tensor | None,
+) -> torch.Tensor:
+    """Weight and reduce per-token losses (zero where not ``valid``), all of one shape; see ``code_cross_entropy``."""
+    weights = valid.to(losses.dtype)
+    if token_weights is not None:
+        weights = torch.where(valid, token_weights.to(losses.dtype), 0.0)
+        losses = losses * weights
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (weights.sum() if denominator is None else denominator)
+
+
+def require_k(op: str, k: object, vocabulary: int, name: str = "k") -> int:
+    """``k`` itself; ValueError unless it is an integer in [1, V]."""
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= vocabulary:
+        raise ValueError(f"{op}: {name} must be an integer from 1 to {vocabulary} (the vocabulary size); got {k!r}")
+    return k
+
+
+def require_integer(op: str, name: str, value: object) -> int:
+    """``value`` itself; ValueError unless it is an integer that fits 64 bits."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{op}: {name} must be a 64-bit integer; got {value!r}")
+    return value

@@ -1,0 +1,264 @@
+"""Training: exact resume, accumulation equal to the big batch, evaluation that changes nothing, stops that lose nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import settings_for, train
+from safetensors.torch import load_file
+
+from models.errors import UsageError, UserError
+from models.files import read_json
+from models.training.checkpoint import find_checkpoint, latest_checkpoint
+from models.training.grid import check_same_batches, parse_arms, train_grid
+from models.training.loop import Run, train_run
+from models.training.progress import read_metrics
+from models.training.shards import TokenData
+from models.training.signals import Stopped
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def weights(out):
+    return load_file(find_checkpoint(out).path / "model.safetensors")
+
+
+def assert_same_weights(a, b):
+    ours, theirs = weights(a), weights(b)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def stop_after(monkeypatch, step):
+    """The process gets SIGTERM while it takes step ``step`` + 1 of a run."""
+    original = Run._step
+
+    def interrupted(self):
+        row = original(self)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return row
+
+    monkeypatch.setattr(Run, "_step", interrupted)
+
+
+@pytest.mark.parametrize("arm", ["table/tied/none/float", "sign/code/trained/float", "kron/table/none/bitnet"])
+def test_resume_is_bit_exact(data_dir, tmp_path, monkeypatch, arm):
+    """continuous == stop and resume == stop and resume twice: losses, batches, weights, optimizer state."""
+    train(data_dir, tmp_path / "whole", arm, train__micro_batch_size=2)
+    for folder, stops in (("once", (3,)), ("twice", (2, 4))):
+        for stop in stops:
+            with monkeypatch.context() as patch:
+                stop_after(patch, stop)
+                with pytest.raises(Stopped) as stopped:
+                    train(data_dir, tmp_path / folder, arm, resume=True, train__micro_batch_size=2)
+            assert stopped.value.exit_code == 128 + signal.SIGTERM
+            assert find_checkpoint(tmp_path / folder).step == stop
+        train(data_dir, tmp_path / folder, arm, resume=True, train__micro_batch_size=2)
+        assert_same_weights(tmp_path / "whole", tmp_path / folder)
+        kept = ("step", "loss", "lr", "grad_norm", "batch", "tokens")
+        whole, resumed = (
+            [{k: row[k] for k in kept} for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", folder)
+        )
+        assert whole == resumed
+        assert len(read_json(tmp_path / folder / "run.json")["sessions"]) == len(stops) + 1
+        optimizers = [
+            torch.load(find_checkpoint(tmp_path / name).path / "optimizer.pt", weights_only=True) for name in ("whole", folder)
+        ]
+        for ours, theirs in zip(*(o["state"].values() for o in optimizers), strict=True):
+            assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_evaluation_and_saving_do_not_change_training(data_dir, tmp_path):
+    train(data_dir, tmp_path / "without")
+    train(data_dir, tmp_path / "with", train__eval_every=1, train__eval_rows=2, train__save_every=2)
+    assert_same_weights(tmp_path / "without", tmp_path / "with")
+    assert all("validation_loss" in row for row in read_metrics(tmp_path / "with" / "metrics.jsonl"))
+
+
+def test_old_checkpoints_are_pruned(data_dir, tmp_path):
+    train(data_dir, tmp_path, train__save_every=1, train__keep_checkpoints=2)
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000005", "step_00000006"]
+
+
+def test_accumulation_equals_the_big_batch_with_uneven_masks(data_dir, tmp_path):
+    """The step's gradient is divided by all its valid targets, not by those of a micro-batch."""
+    gradients = []
+    for i, micro in enumerate((0, 1, 3)):
+        settings = settings_for(data_dir, "sign/code/trained/float", train__micro_batch_size=micro)
+        (tmp_path / str(i)).mkdir()
+        run = Run(settings, TokenData.open(data_dir), tmp_path / str(i), "x")
+        run.model.double()
+        inputs, targets = run.batches.rows(0, 4)
+        targets[0, :9], targets[1], targets[2, 5:] = -100, -100, -100
+        loss = run._backward(inputs, targets)
+        gradients.append((loss, [p.grad for p in run.model.parameters()]))
+    for loss, grads in gradients[1:]:
+        assert loss == pytest.approx(gradients[0][0], rel=1e-12)
+        for ours, theirs in zip(grads, gradients[0][1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_the_logged_loss_is_the_whole_steps_loss(data_dir, tmp_path):
+    train(data_dir, tmp_path / "a", train__steps=1, train__micro_batch_size=0)
+    train(data_dir, tmp_path / "b", train__steps=1, train__micro_batch_size=1)
+    first, second = (read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in "ab")
+    assert first["batch"] == second["batch"]
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(data_dir, tmp_path, monkeypatch):
+    original = Run._backward
+
+    def poisoned(self, inputs, targets):
+        if self.step == 2:
+            with torch.no_grad():
+                next(self.model.body.parameters())[0, 0] = float("nan")
+        return original(self, inputs, targets)
+
+    monkeypatch.setattr(Run, "_backward", poisoned)
+    with pytest.raises(UserError, match=r"step 3: .*not finite, in batch [0-9a-f]{16} \(rows 8 to 11\)"):
+        train(data_dir, tmp_path, train__save_every=1)
+    assert find_checkpoint(tmp_path).step == 2
+    assert all(t.isfinite().all() for t in weights(tmp_path).values() if t.is_floating_point())
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(data_dir, tmp_path):
+    first = train(data_dir, tmp_path)
+    with pytest.raises(UsageError, match="--resume"):
+        train(data_dir, tmp_path)
+    stamp = (tmp_path / "metrics.jsonl").stat().st_mtime_ns
+    assert train(data_dir, tmp_path, resume=True) == first
+    assert (tmp_path / "metrics.jsonl").stat().st_mtime_ns == stamp, "a finished run was trained again"
+
+
+def test_resume_refuses_what_would_learn_something_else(data_dir, tmp_path):
+    train(data_dir, tmp_path)
+    with pytest.raises(UsageError) as error:
+        train(data_dir, tmp_path, resume=True, optim__lr=0.5, train__batch_size=8, train__eval_every=3)
+    text = str(error.value)
+    assert "optim.lr: was 0.001, now 0.5" in text and "train.batch_size: was 4, now 8" in text and "eval_every" not in text
+
+
+def test_resume_refuses_other_data(data_dir, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Stopped):
+            train(data_dir, tmp_path)
+    data = TokenData.open(data_dir)
+    data.fingerprint = "another"
+    with pytest.raises(UserError, match="other data"):
+        train_run(settings_for(data_dir), data, tmp_path, True, "x")
+
+
+def test_bfloat16_autocast_and_recomputation_run(data_dir, tmp_path):
+    plain = train(data_dir, tmp_path / "a", "sign/code/fixed/float")
+    mixed = train(data_dir, tmp_path / "b", "sign/code/fixed/float", train__dtype="bfloat16")
+    again = train(data_dir, tmp_path / "c", "sign/code/fixed/float", train__activation_checkpointing=True)
+    assert mixed["loss"] == pytest.approx(plain["loss"], rel=2e-2)
+    assert again["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert all(t.dtype == torch.float32 for t in weights(tmp_path / "b").values() if t.is_floating_point())
+
+
+def test_a_device_that_is_not_there(data_dir, tmp_path):
+    with pytest.raises(UsageError, match="not usable here"):
+        train(data_dir, tmp_path, train__device="cuda:7")
+
+
+def test_grid_writes_the_report_and_keeps_finished_arms(data_dir, tmp_path):
+    arms = "table,tied,binary,gf2,sign,kron,sign-bitnet"
+    settings = settings_for(data_dir, train__eval_every=3, train__eval_rows=2)
+    table = train_grid(settings, parse_arms(arms, settings.arm), TokenData.open(data_dir), tmp_path, resume=False)
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == arms.split(",")
+    assert (tmp_path / "table.md").read_text() == table
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    hashes = {tuple(row["batch"] for row in read_metrics(path)) for path in tmp_path.glob("*/metrics.jsonl")}
+    assert len(hashes) == 1 and len(next(iter(hashes))) == 6
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.jsonl")}
+    again = train_grid(settings, parse_arms(arms, settings.arm), TokenData.open(data_dir), tmp_path, resume=True)
+    assert again == table
+    assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
+
+
+def test_grid_refuses_arms_that_saw_other_batches(data_dir, tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        train(data_dir, tmp_path / name, train__seed=seed, train__steps=2)
+    with pytest.raises(UserError, match="other batches than .* from step 1 on"):
+        check_same_batches([{"folder": str(tmp_path / name)} for name in "ab"])
+
+
+def command(data_dir, out, *extra):
+    base = ["--data", str(data_dir), "--out", str(out), "--preset", "gpt2-tiny", "--batch-size", "4", "--set", "data.seq_len=16"]
+    return [sys.executable, "train.py", *base, "--set", "train.eval_every=0", *extra]
+
+
+def test_command_line_end_to_end(data_dir, tmp_path):
+    done = subprocess.run(
+        command(data_dir, tmp_path / "run", "--interface", "kron", "--steps", "3", "--impl", "eager"),
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stdout and "kron/table/none/float" in done.stdout
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["arm"]["interface"] == "kron" and config["train"]["steps"] == 3
+    session = read_json(tmp_path / "run" / "run.json")["sessions"][0]
+    assert session["argv"][0] == "train.py" and session["versions"]["torch"] and session["data"]
+
+
+@pytest.mark.parametrize("arguments, code, message", [
+    (["--interface", "kronn"], 2, "did you mean kron?"),
+    (["--set", "optim.lrr=1", "--steps", "x"], 2, "did you mean optim.lr"),
+    (["--interface", "kron", "--head", "tied"], 2, "has none"),
+    (["--preset", "gpt2-tny"], 2, "did you mean gpt2-tiny"),
+    (["--arms", "table", "--head", "code"], 2, "--arms chooses arm.head itself"),
+    (["--impl", "fused"], 2, "no Triton kernels in this version"),
+    (["--data", "nowhere"], 1, "nowhere does not exist"),
+])  # fmt: skip
+def test_bad_usage_is_one_line_and_a_code(data_dir, tmp_path, arguments, code, message):
+    done = subprocess.run(command(data_dir, tmp_path / "x", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr and done.stderr.startswith("error: ")
+
+
+def test_print_config_is_json(data_dir, tmp_path):
+    done = subprocess.run(
+        command(data_dir, tmp_path / "x", "--print-config", "--lr", "0.5"), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout)["optim"]["lr"] == 0.5
+    assert not (tmp_path / "x").exists()
+
+
+def wait_for_step(out, step, process):
+    deadline = time.monotonic() + 60
+    while len(read_metrics(out / "metrics.jsonl")) < step:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_its_own_code(data_dir, tmp_path, number):
+    process = subprocess.Popen(command(data_dir, tmp_path, "--steps", "100000"), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for_step(tmp_path, 3, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "--resume" in errors and "Traceback" not in errors
+    assert latest_checkpoint(tmp_path / "checkpoints").step == len(read_metrics(tmp_path / "metrics.jsonl"))
+
+
+def test_kill_leaves_a_loadable_checkpoint(data_dir, tmp_path):
+    process = subprocess.Popen(
+        command(data_dir, tmp_path, "--steps", "100000", "--set", "train.save_every=1"), cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    wait_for_step(tmp_path, 5, process)
+    process.kill()
+    process.wait()
+    step = find_checkpoint(tmp_path).step
+    assert step >= 4
+    find_checkpoint(tmp_path).load_model()
