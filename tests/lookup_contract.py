@@ -66,6 +66,14 @@ class LookupContract:
             assert a.dtype == dtype
             assert_as_accurate(a, b, c, name)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_sixteen_bit_results_are_fp32_results_rounded_once(self, dtype):
+        ids, constants, weight = self.ids(700), self.constants(), self.weight(dtype)
+        upstream = torch.randn(700, self.width).to(dtype)
+        ours = self.both(ids, constants, weight, upstream, "eager")
+        wide = self.both(ids, constants, weight.detach().float().requires_grad_(), upstream.float(), "eager")
+        assert all(torch.equal(a, b.to(dtype)) for a, b in zip(ours, wide, strict=True))
+
     def test_gradients_of_first_and_second_order(self):
         ids, constants = self.ids(3, 2), self.constants()
         weight = torch.randn(self.rows, 2, dtype=torch.float64, requires_grad=True)

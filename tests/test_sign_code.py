@@ -82,6 +82,16 @@ def test_integer_weights_give_exact_sums():
         assert torch.equal(output, (signs @ weight)[ids].to(dtype))
 
 
+def test_many_blocks_of_distinct_ids(monkeypatch):
+    monkeypatch.setattr(eager, "_BLOCK", 7)
+    codes, ids = pack_sign_codes(torch.randn(60, 40)), torch.randint(0, 60, (90,))
+    weight, upstream = torch.randn(40, 3, dtype=torch.float64, requires_grad=True), torch.randn(90, 3, dtype=torch.float64)
+    ours, naive = (sign_code_embedding(ids, codes, weight, impl=impl) for impl in ("eager", "naive"))
+    assert torch.allclose(ours, naive, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(y, weight, upstream)[0] for y in (ours, naive)]
+    assert torch.allclose(*gradients, rtol=1e-12, atol=1e-12)
+
+
 def test_appended_codes_are_just_more_rows():
     codes, weight = pack_sign_codes(torch.randn(20, 64)), torch.randn(64, 3)
     longer = torch.cat((codes, pack_sign_codes(torch.ones(1, 64))))
