@@ -9,6 +9,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 OPS = str(ROOT / "kernels")
 POISON = 77
+# `with torch.device(...)` recognises constructors by identity and remembers the set: fill it before any of them is wrapped.
+with torch.device("meta"):
+    torch.empty(0)
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +40,16 @@ def poisoned_empty(monkeypatch) -> None:
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory) -> Path:
     """Prepared synthetic text with a byte-level BPE of 320 and random 64-bit sign codes."""
+    from support import synthetic_text
+
     from models.training.prepare import PrepareSettings, prepare
-    from models.training.text import open_source
+    from models.training.text import ReadOptions, open_source
     from models.vocab.sign_codes import random_codes
-    from tests.support import synthetic_text
 
     root = tmp_path_factory.mktemp("text")
     (root / "text.txt").write_text(synthetic_text(2000), encoding="utf-8")
-    source = open_source(str(root / "text.txt"), document_bytes=2000)
+    source = open_source(str(root / "text.txt"), ReadOptions(document_bytes=2000))
     data, _ = prepare(root / "data", [source], PrepareSettings(tokenizer="bpe:320", validation_fraction=0.2))
-    random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint).save(root / "data" / "codes.safetensors")
+    codes = random_codes(data.vocab_size, 64, seed=0, tokenizer_fingerprint=data.tokenizer.fingerprint)
+    codes.save(root / "data" / "codes.safetensors")
     return root / "data"

@@ -165,7 +165,7 @@ def test_codes_must_fit_the_data(data_dir, tmp_path):
     random_codes(data.vocab_size + 1, 64, seed=0).save(tmp_path / "large.safetensors")
     with pytest.raises(UserError, match="rebuild"):
         load_data(arm, data, tmp_path / "large.safetensors")
-    random_codes(data.vocab_size, 64, seed=0, tokenizer="another").save(tmp_path / "other.safetensors")
+    random_codes(data.vocab_size, 64, seed=0, tokenizer_fingerprint="another").save(tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="another tokenizer"):
         load_data(arm, data, tmp_path / "other.safetensors")
 

@@ -74,12 +74,10 @@ def _load_codes(path: Path, data: "TokenData") -> tuple[Tensor, int]:
             f"{path}: no sign codes there; make them with `python -m models.vocab.codes from-corpus DATA_DIR` "
             "(or from-embedding, random), or name a file with data.codes"
         )
-    codes = SignCodes.load(path)
+    codes = SignCodes.load(path, tokenizer_fingerprint=data.tokenizer.fingerprint)
     if codes.vocab_size != data.vocab_size:
         raise UserError(f"{path}: holds {codes.vocab_size} codes, the tokenizer has {data.vocab_size} tokens: rebuild the codes")
-    if codes.tokenizer and codes.tokenizer != data.tokenizer.fingerprint:
-        raise UserError(f"{path}: made for another tokenizer than the data's: rebuild the codes for this data folder")
-    return codes.words, codes.bits
+    return codes.codes, codes.bits
 
 
 def _byte_buffer(arm: ArmSettings, data: "TokenData") -> tuple[Tensor, Tensor]:
@@ -91,12 +89,12 @@ def _byte_buffer(arm: ArmSettings, data: "TokenData") -> tuple[Tensor, Tensor]:
 
 def _gf2_matrix(arm: ArmSettings, size: int) -> Tensor:
     from kernels.binary_code import pack_gf2_matrix
-    from models.vocab.gf2 import matrix_for
+    from models.vocab.gf2 import generate
 
-    return pack_gf2_matrix(matrix_for(id_bits(size), arm.gf2_seed))
+    return pack_gf2_matrix(torch.from_numpy(generate(id_bits(size), arm.gf2_seed)))
 
 
 def _prior(arm: ArmSettings, data: "TokenData") -> Tensor:
     from models.vocab.prior import log_unigram_prior
 
-    return log_unigram_prior(data.counts, unseen=arm.prior_unseen)
+    return torch.from_numpy(log_unigram_prior(data.counts, unseen=arm.prior_unseen))

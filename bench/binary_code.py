@@ -1,0 +1,34 @@
+"""binary_code: the bits of the id, tiled to the model's width. No parameters, so there is a forward direction only."""
+
+import torch
+
+from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name
+from bench.inputs import token_ids
+from bench.peers import embedding_table
+from kernels.binary_code import binary_code_embedding
+
+
+def inputs(shape: Shape, generator: torch.Generator, ids: str) -> dict[str, torch.Tensor]:
+    """``like`` only carries the dtype of the output."""
+    return {"ids": token_ids(shape["T"], shape["V"], generator, ids), "like": torch.zeros(())}
+
+
+def ours(impl: str):
+    def build(tensors: Inputs, shape: Shape) -> Prepared:
+        ids, dtype, bits = tensors["ids"], tensors["like"].dtype, (shape["V"] - 1).bit_length()
+        return Prepared(lambda: binary_code_embedding(ids, shape["d"], bits=bits, dtype=dtype, impl=impl))
+
+    return build
+
+
+OP = Op(
+    name="binary_code",
+    axes={"T": "tokens", "V": "vocabulary (sets the bits)", "d": "width"},
+    default={"T": 4096, "V": 49152, "d": 2048},
+    small={"T": 63, "V": 257, "d": 60},
+    sweeps={"T": (256, 1024, 4096, 16384), "V": (256, 4096, 49152, 262144)},
+    inputs=inputs,
+    output_axes=("T", "d"),
+    differentiable=False,
+    providers=by_name(Provider("naive", ours("naive")), Provider("eager", ours("eager")), embedding_table("like")),
+)

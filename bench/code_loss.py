@@ -1,0 +1,65 @@
+"""code_loss: cross-entropy over scores <h, code> / sqrt(K) + prior, against torch's chunked linear_cross_entropy."""
+
+import torch
+
+from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name, leaf
+from bench.inputs import packed_codes, token_ids
+from kernels.code_loss import code_cross_entropy
+from kernels.sign_code import unpack_sign_codes
+
+
+def inputs(shape: Shape, generator: torch.Generator, ids: str) -> dict[str, torch.Tensor]:
+    """The prior is the log frequency of the text-like draw of ``inputs.token_ids``; targets are drawn by ``ids``."""
+    ranks = torch.arange(1, shape["V"] + 1, dtype=torch.float32)
+    return {
+        "hidden": torch.randn(shape["T"], shape["K"], generator=generator),
+        "codes": packed_codes(shape["V"], shape["K"], generator),
+        "prior": (1 / (ranks + 2.7)).div_((1 / (ranks + 2.7)).sum()).log_(),
+        "targets": token_ids(shape["T"], shape["V"], generator, ids),
+    }
+
+
+def ours(impl: str):
+    def build(tensors: Inputs, shape: Shape) -> Prepared:
+        codes, prior, targets, hidden = tensors["codes"], tensors["prior"], tensors["targets"], leaf(tensors["hidden"])
+        return Prepared(
+            lambda: code_cross_entropy(hidden, codes, prior, targets, impl=impl), {"hidden": hidden}, (codes, prior), ("hidden",)
+        )
+
+    return build
+
+
+def torch_missing() -> str:
+    there = hasattr(torch.nn.functional, "linear_cross_entropy")
+    return "" if there else "this torch has none; to include it: pip install 'torch>=2.13'"
+
+
+def linear_cross_entropy(tensors: Inputs, shape: Shape) -> Prepared:
+    """torch's fused loss over codes kept unpacked [V, K], in chunks of the size torch chooses for the device and dtype."""
+    targets, hidden = tensors["targets"], leaf(tensors["hidden"])
+    table = unpack_sign_codes(tensors["codes"], shape["K"]).to(hidden.dtype)
+    prior, options = tensors["prior"].to(hidden.dtype), torch.nn.LinearCrossEntropyOptions()
+
+    def forward() -> torch.Tensor:
+        scaled = hidden * shape["K"] ** -0.5
+        return torch.nn.functional.linear_cross_entropy(scaled, table, targets, linear_bias=prior, options=options)
+
+    return Prepared(forward, {"hidden": hidden}, (table, prior), ("hidden",))
+
+
+OP = Op(
+    name="code_loss",
+    axes={"T": "tokens", "V": "vocabulary", "K": "code bits"},
+    default={"T": 256, "V": 32768, "K": 512},
+    small={"T": 63, "V": 257, "K": 75},
+    sweeps={"T": (64, 256, 1024), "V": (8192, 32768, 131072)},
+    inputs=inputs,
+    fixed=("prior",),
+    providers=by_name(
+        Provider("naive", ours("naive"), needs=lambda s: 4 * 4 * s["T"] * s["V"] + 2 * 4 * s["V"] * s["K"]),
+        Provider("eager", ours("eager")),
+        Provider(
+            "linear_cross_entropy", linear_cross_entropy, peer=True, missing=torch_missing, needs=lambda s: 3 * 4 * s["V"] * s["K"]
+        ),
+    ),
+)

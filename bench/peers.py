@@ -1,0 +1,24 @@
+"""Peers that more than one op is compared with."""
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from bench.case import Inputs, Prepared, Provider, Shape, leaf
+
+
+def needs_package(module: str, install: str) -> Callable[[], str]:
+    """A ``missing`` for a peer that lives in another package: what to install, or "" when it is there."""
+    return lambda: "" if importlib.util.find_spec(module) else f"not installed; to include it: {install}"
+
+
+def embedding_table(like: str) -> Provider:
+    """nn.Embedding [V, d], the learned table that the op replaces; its weight takes dtype and device of the input ``like``."""
+
+    def build(tensors: Inputs, shape: Shape) -> Prepared:
+        ids, model = tensors["ids"], tensors[like]
+        weight = leaf(torch.empty(shape["V"], shape["d"], dtype=model.dtype, device=model.device).normal_(std=0.02))
+        return Prepared(lambda: torch.nn.functional.embedding(ids, weight), {"table": weight})
+
+    return Provider("nn.Embedding", build, same_function=False, peer=True, needs=lambda s: 3 * 4 * s["V"] * s["d"])

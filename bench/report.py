@@ -1,0 +1,119 @@
+"""What a run leaves behind: the table on the terminal and one JSON row per provider, shape and direction."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from bench.case import Setting, Shape
+from bench.frame import Timing
+from bench.gate import Errors
+from bench.memory import MB
+
+ROOT = Path(__file__).resolve().parent.parent
+FIELDS = (
+    *("op", "provider", "shape", "dtype", "direction", "ms_min", "ms_p20", "ms_p50", "ms_p80", "runs"),
+    *("extra_mb", "held_mb", "rms_error", "max_error", "ids", "device", "threads", "torch", "triton", "python"),
+    *("git_commit", "git_dirty", "utc", "command"),
+)
+HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "speed-up", "extra MB", "held MB", "rms error")
+
+
+def provenance(setting: Setting, command: Sequence[str]) -> dict:
+    """The fields of a row that say where and how it was measured."""
+    return {
+        "ids": setting.ids,
+        "device": device_name(setting.device),
+        "threads": setting.threads,
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "python": platform.python_version(),
+        "git_commit": git("rev-parse", "HEAD"),
+        # Results of earlier runs are no reason to call the code modified.
+        "git_dirty": bool(git("status", "--porcelain", "--", ".", ":!bench/results")),
+        "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(command),
+    }
+
+
+def device_name(device: str) -> str:
+    """The GPU's or the processor's model name."""
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def triton_version() -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git(*arguments: str) -> str | None:
+    """The output of a git command in the repository; None outside one."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def make_row(
+    op: str,
+    provider: str,
+    shape: Shape,
+    setting: Setting,
+    direction: str,
+    timing: Timing,
+    extra_bytes: int | None,
+    held_bytes: int,
+    error: Errors | None,
+    origin: Mapping,
+) -> dict:
+    """One result, keyed as FIELDS: milliseconds, MB of 10^6 bytes, errors against naive in fp64 (None: not comparable)."""
+    times = {"ms_min": timing.least, "ms_p20": timing.p20, "ms_p50": timing.p50, "ms_p80": timing.p80, "runs": timing.runs}
+    memory = {"extra_mb": None if extra_bytes is None else round(extra_bytes / MB, 3), "held_mb": round(held_bytes / MB, 3)}
+    errors = {"rms_error": error and error.rms, "max_error": error and error.largest}
+    row = {"op": op, "provider": provider, "shape": dict(shape), "dtype": setting.dtype, "direction": direction}
+    return row | {k: round(v, 5) for k, v in times.items()} | memory | errors | dict(origin)
+
+
+def append_rows(path: Path, rows: Sequence[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def table(rows: Sequence[dict]) -> str:
+    """The rows of one shape as text, one block per direction; speed-up is over the block's first provider."""
+    lines = []
+    for direction in dict.fromkeys(row["direction"] for row in rows):
+        block = [row for row in rows if row["direction"] == direction]
+        cells = [HEADER, *(table_cells(row, block[0]) for row in block)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+        lines.append(f"  {direction}")
+        for line in cells:
+            aligned = [line[0].ljust(widths[0])] + [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
+            lines.append("    " + "  ".join(aligned))
+    return "\n".join(lines)
+
+
+def table_cells(row: dict, first: dict) -> tuple[str, ...]:
+    extra = "-" if row["extra_mb"] is None else f"{row['extra_mb']:.1f}"
+    error = "-" if row["rms_error"] is None else f"{row['rms_error']:.1e}"
+    times = [f"{row[key]:.4g}" for key in ("ms_p20", "ms_p50", "ms_p80")]
+    return (row["provider"], *times, f"{first['ms_p50'] / row['ms_p50']:.2f}x", extra, f"{row['held_mb']:.1f}", error)
+
+
+def shape_text(shape: Shape) -> str:
+    return ", ".join(f"{axis}={size:,}" for axis, size in shape.items())
