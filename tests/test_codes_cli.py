@@ -60,7 +60,8 @@ def test_from_embedding_leaves_out_padding(data, tmp_path, capsys):
     matrix = torch.randn(304, 16)
     save_file({"wte.weight": matrix, "other": torch.randn(3, 3)}, tmp_path / "m.safetensors")
     out = tmp_path / "c.safetensors"
-    command = ["from-embedding", str(tmp_path / "m.safetensors"), "--bits", "12", "--tokenizer", str(data), "--overwrite", "-o", str(out)]
+    source, target = str(tmp_path / "m.safetensors"), ["--overwrite", "-o", str(out)]
+    command = ["from-embedding", source, "--bits", "12", "--tokenizer", str(data), *target]
     main(command)
     assert torch.equal(SignCodes.load(out).words, from_embedding(matrix[:300], 12).words)
     assert "left out 4 rows of m.safetensors:wte.weight" in capsys.readouterr().out
