@@ -115,6 +115,8 @@ def run_from_embedding(arguments: argparse.Namespace) -> None:
         fingerprint = tokenizer.fingerprint
         if len(matrix) < tokenizer.vocab_size:
             raise UserError(f"{source}: not this tokenizer's embedding: {len(matrix):,} rows for {tokenizer.vocab_size:,} ids")
+        if len(matrix) > tokenizer.vocab_size:
+            print(f"left out {len(matrix) - tokenizer.vocab_size:,} rows of {source} after the tokenizer's last id")
         matrix = matrix[: tokenizer.vocab_size]
     _save(from_embedding(matrix, arguments.bits, source, tokenizer=fingerprint), target)
 

@@ -24,6 +24,7 @@ from models.errors import UserError
 from models.vocab.cooccurrence import count_pairs, ppmi
 
 FORMAT, VERSION = "tablefree sign codes", 1
+_FIELDS = ("bits", "source", "details", "explained_variance", "tokenizer")
 ROWS = 4096  # rows of E that are fp64 at a time
 CONTEXTS = 2048  # as many as the 4,096-token vocabularies here profit from; the covariance costs their cube
 
@@ -114,8 +115,7 @@ class SignCodes:
         file that is not ours, is cut short or damaged, or belongs to another tokenizer.
         """
         codes, about = _read(Path(path))
-        fields = ("bits", "source", "details", "explained_variance", "tokenizer")
-        loaded = cls(codes, **{name: about[name] for name in fields})
+        loaded = cls(codes, **{name: about[name] for name in _FIELDS})
         if loaded.vocab_size != about["vocab_size"] or loaded.checksum != about["checksum"]:
             raise UserError(f"{path}: damaged: the codes do not match their checksum; make them again or copy the file again")
         recorded = loaded.tokenizer
@@ -134,14 +134,16 @@ def _read(path: Path) -> tuple[torch.Tensor, dict]:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("tablefree", "{}"))
-            if about.get("format") != FORMAT:
+            if not isinstance(about, dict) or about.get("format") != FORMAT:
                 raise UserError(foreign)
-            if about["version"] != VERSION:
-                raise UserError(f"{path}: sign codes of version {about['version']}; this program reads version {VERSION}")
+            if about.get("version") != VERSION:
+                raise UserError(f"{path}: sign codes of version {about.get('version')}; this program reads version {VERSION}")
+            if not {*_FIELDS, "vocab_size", "checksum"} <= set(about):
+                raise UserError(foreign)
             return file.get_tensor("codes"), about
     except SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file, or cut short ({error})") from error
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise UserError(foreign) from error
 
 

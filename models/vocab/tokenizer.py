@@ -2,7 +2,8 @@
 
 The encoding engine is Hugging Face `tokenizers`; every other format (tiktoken, SentencePiece, GGUF) is converted to it once, so
 that a tokenizer is always one tokenizer.json. Text is only ever text here: a document that happens to contain "<|endoftext|>"
-is encoded as those thirteen characters, and no tokens are added at either end.
+is encoded as those thirteen characters, and no tokens are added at either end. (One exception is the library's: a Unigram
+tokenizer.json of others takes the spelling of any of its pieces for the piece, "</s>" too.)
 """
 
 import json

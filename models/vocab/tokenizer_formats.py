@@ -142,12 +142,19 @@ def from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
         raise UserError(f"{path}: not a SentencePiece model") from error
     names = [p[1].decode() for p in pieces]
     kinds = [p.get(3, _NORMAL) for p in pieces]
+    if _UNKNOWN not in kinds:
+        raise UserError(f"{path}: not a SentencePiece model: it has no piece for unknown characters")
     of_kind = {kind: [n for n, k in zip(names, kinds, strict=True) if k == kind] for kind in (_UNKNOWN, _CONTROL, _USER, _BYTE)}
     scores = [struct.unpack("<f", p.get(2, bytes(4)))[0] for p in pieces]
     model = _sentencepiece_model(path, trainer.get(3, 1), names, kinds, scores)
     backend = _with_added(model, of_kind[_UNKNOWN] + of_kind[_CONTROL], of_kind[_USER])
     prefix = bool(normalizer.get(3, 1))
     backend.normalizer = _sentencepiece_normalizer(normalizer.get(2, b""), prefix, bool(normalizer.get(4, 1)))
+    if isinstance(model, models.Unigram):
+        # The library would take the characters "<s>" or "<0x41>" in a text for those pieces; cut off from the rest, "<" never is.
+        reserved = [name for kind in (_UNKNOWN, _CONTROL, _BYTE) for name in of_kind[kind]]
+        pattern = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in reserved)
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     check_same(str(path), backend, processor.encode)
@@ -168,7 +175,7 @@ def _sentencepiece_model(path: Path, kind: int, names: list[str], kinds: list[in
 def _sentencepiece_normalizer(charsmap: bytes, prefix: bool, remove_extra_spaces: bool) -> normalizers.Normalizer:
     steps = [normalizers.Precompiled(charsmap)] if charsmap else []
     if remove_extra_spaces:
-        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex("^ | $"), "")]
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(rf"\A |[ {SPACE_MARK}]+\z"), "")]
     steps += [normalizers.Prepend(SPACE_MARK)] if prefix else []
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
 
