@@ -6,16 +6,26 @@ Every output row is one segment summed by one worker from first to last, so resu
 import torch
 import torch.nn.functional as F
 
+_PIECE = 128
+
 
 def gather_sum(rows: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Row s of the result is the sum over n in [starts[s], starts[s + 1]) of ``scale[n] * rows[index[n]]``; none: 0.
+    """Row s of the result sums ``scale[n] * rows[index[n]]`` over segment s of the positions n; an empty segment gives 0.
 
-    rows [R, d] floating, index [N] int64 into the rows, starts [S] int64 not decreasing, first entry 0, scale [N] in the rows' dtype
-    (None: 1) -> [S, d].
+    rows [R, d] floating, index [N] int64 into the rows, starts [S] int64 (where each segment begins: first 0, not decreasing),
+    scale [N] in the rows' dtype or None for 1 -> [S, d].
     """
     if index.numel() == 0 or rows.numel() == 0:
         return rows.new_zeros(starts.numel(), rows.shape[1])
-    return F.embedding_bag(index, rows.contiguous(), starts, mode="sum", per_sample_weights=scale)
+    pieces = (torch.diff(starts, append=starts.new_full((1,), index.numel())) + _PIECE - 1) // _PIECE
+    if int(pieces.max()) <= 1:
+        return F.embedding_bag(index, rows.contiguous(), starts, mode="sum", per_sample_weights=scale)
+    # A hot segment: sum it in pieces, then the pieces, since one long chain of fp32 additions loses digits.
+    last = pieces.cumsum(0)
+    first, place = last - pieces, torch.arange(int(last[-1]), device=starts.device)
+    segment = torch.bincount(last, minlength=place.numel() + 1)[:-1].cumsum(0)  # of piece q: how many segments end before it
+    piece_starts = starts[segment] + _PIECE * (place - first[segment])
+    return gather_sum(gather_sum(rows, index, piece_starts, scale), place, first)
 
 
 def group(keys: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:

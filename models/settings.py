@@ -189,8 +189,10 @@ def _arm_problems(arm: ArmSettings) -> list[str]:
         problems.append(
             f"arm.head=tied reuses the input table, and interface {arm.interface!r} has none: use head table (learned) or code"
         )
-    if arm.positions < 1:
-        problems.append(f"arm.positions must be at least 1, got {arm.positions}")
+    if arm.impl == "fused":
+        problems.append("arm.impl=fused: there are no Triton kernels in this version; use auto, eager or naive")
+    if arm.positions < 4:
+        problems.append(f"arm.positions must be at least 4 (the length of a special token's reserved code), got {arm.positions}")
     if arm.input_scale < 0:
         problems.append(f"arm.input_scale must be positive, or 0 for the preset's own, got {arm.input_scale}")
     return problems

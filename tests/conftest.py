@@ -40,14 +40,16 @@ def poisoned_empty(monkeypatch) -> None:
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory) -> Path:
     """Prepared synthetic text with a byte-level BPE of 320 and random 64-bit sign codes."""
+    from support import synthetic_text
+
     from models.training.prepare import PrepareSettings, prepare
-    from models.training.text import open_source
+    from models.training.text import ReadOptions, open_source
     from models.vocab.sign_codes import random_codes
-    from tests.support import synthetic_text
 
     root = tmp_path_factory.mktemp("text")
     (root / "text.txt").write_text(synthetic_text(2000), encoding="utf-8")
-    source = open_source(str(root / "text.txt"), document_bytes=2000)
+    source = open_source(str(root / "text.txt"), ReadOptions(document_bytes=2000))
     data, _ = prepare(root / "data", [source], PrepareSettings(tokenizer="bpe:320", validation_fraction=0.2))
-    random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint).save(root / "data" / "codes.safetensors")
+    codes = random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint)
+    codes.save(root / "data" / "codes.safetensors")
     return root / "data"

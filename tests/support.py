@@ -1,8 +1,10 @@
-"""Helpers shared by the tests: the three-way tolerance, and tensors with awkward strides."""
+"""Helpers shared by the tests: the three-way tolerance, tensors with awkward strides, the largest tensor of a block, and text."""
 
 import random
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -25,10 +27,30 @@ def assert_as_accurate(
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in a view whose strides are neither contiguous nor positive multiples of a block."""
-    padded = torch.zeros(*(2 * n + 1 for n in tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    padded = torch.zeros(tuple(2 * n + 1 for n in tensor.shape), dtype=tensor.dtype, device=tensor.device)
     view = padded[tuple(slice(1, 2 * n + 1, 2) for n in tensor.shape)]
     view.copy_(tensor)
     return view
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records in ``elements`` the size of the largest tensor produced inside the block, also inside this project's own ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tablefree":  # a mode is off while it handles a call: run the op's body with it on again
+            with self:
+                result = OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                # A view that repeats its base (an expanded tensor) holds no more than its storage does.
+                self.elements = max(self.elements, min(leaf.numel(), leaf.untyped_storage().nbytes() // leaf.element_size()))
+        return result
 
 
 def synthetic_text(sentences: int, seed: int = 0) -> str:

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from runs import settings_for, train
 
 from models.errors import UserError
 from models.evaluation.loss import evaluate_loss
@@ -11,7 +12,6 @@ from models.files import read_json, sha256, write_json
 from models.settings import RunSettings
 from models.training.checkpoint import MANIFEST, find_checkpoint, latest_checkpoint, open_checkpoint
 from models.training.shards import TokenData
-from tests.test_train import settings_for, train
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import train
 
 from models.evaluation.loss import evaluate_loss
 from models.files import read_json
 from models.training.checkpoint import find_checkpoint
 from models.training.shards import TokenData
-from tests.test_train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,12 +81,13 @@ def test_works_from_another_folder(run, tmp_path):
 
 
 def test_another_tokenizer_is_refused(data_dir, run, tmp_path):
+    from support import synthetic_text
+
     from models.training.prepare import PrepareSettings, prepare
-    from models.training.text import open_source
-    from tests.support import synthetic_text
+    from models.training.text import ReadOptions, open_source
 
     (tmp_path / "text.txt").write_text(synthetic_text(600, seed=5), encoding="utf-8")
-    source = open_source(str(tmp_path / "text.txt"), document_bytes=2000)
+    source = open_source(str(tmp_path / "text.txt"), ReadOptions(document_bytes=2000))
     prepare(tmp_path / "data", [source], PrepareSettings(tokenizer="bpe:300", validation_fraction=0.3))
     done = evaluate(run / "table", "--data", tmp_path / "data")
     assert done.returncode == 1 and "its tokenizer is not the one" in done.stderr and "Traceback" not in done.stderr

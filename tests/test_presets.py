@@ -23,7 +23,7 @@ def test_bochkov(accounts, preset, arm, millions):
 
 @pytest.mark.parametrize("arm, parameters", [("A", 268_098_176), ("B", 100_981_376), ("C", 101_243_520)])
 def test_bathula(accounts, arm, parameters):
-    """268.098 M, 100.981 M and 101.244 M: 100,270,080 linear weights and 55,936 gains, plus a table, two maps, or maps and a prior."""
+    """268.098 M, 100.981 M, 101.244 M: 100,270,080 linear weights and 55,936 gains; plus a table, two maps, or maps and a prior."""
     assert accounts["gemma3-270m", arm]["trainable_parameters"] == parameters
     assert accounts["gemma3-270m", arm]["body_parameters"] == 100_270_080 + 55_936
 

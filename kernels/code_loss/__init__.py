@@ -11,9 +11,9 @@ import torch
 
 from kernels.common import autocast_dtype, select_impl
 
-from . import checks, gradients, naive
+from . import checks, decode, gradients, naive, sampling
 
-__all__ = ["CodeLossAux", "code_cross_entropy"]
+__all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
 
 
 class CodeLossAux(NamedTuple):
@@ -77,7 +77,7 @@ def code_cross_entropy(
     mode; unchecked, the loss of such a token is NaN). The eager path has no second derivative: asking for it raises RuntimeError.
     """
     op = "code_cross_entropy"
-    checks.require_operands(op, hidden, codes, prior)
+    rows = _token_rows(op, hidden, codes, prior)
     checks.require_per_token(op, "targets", targets, hidden, (torch.int32, torch.int64))
     if token_weights is not None:
         checks.require_per_token(op, "token_weights", token_weights, hidden, checks.FLOATS)
@@ -85,14 +85,119 @@ def code_cross_entropy(
     checks.require_integer(op, "ignore_index", ignore_index)
     label_smoothing = checks.require_number(op, "label_smoothing", label_smoothing, 0, 1)
     numbers = (ignore_index, label_smoothing, checks.require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
-    rows = hidden.to(autocast_dtype(hidden)).reshape(-1, hidden.shape[-1])
     chosen = select_impl(op, impl)
     with torch.autocast(hidden.device.type, enabled=False):
         if chosen == "naive":
-            outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers)
+            outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
         else:
             wanted = torch.is_grad_enabled() and rows.requires_grad
             outputs = gradients.code_cross_entropy(rows, codes, prior, targets.reshape(-1), *numbers, wanted, return_aux)
         losses, *values = (output.view(targets.shape) for output in outputs[:5])
         loss = checks.reduce_losses(losses, targets != ignore_index, token_weights, reduction, denominator)
     return (loss, CodeLossAux(*(value.detach() for value in values))) if return_aux else loss
+
+
+def code_logits(
+    hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, *, softcap: float | None = None, impl: str = "auto"
+) -> torch.Tensor:
+    """All scores [..., V] of hidden [..., K], fp32 (fp64 for fp64); the codes are never unpacked as a whole.
+
+    Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises TypeError and ValueError as it does.
+    """
+    op = "code_logits"
+    rows = _token_rows(op, hidden, codes, prior)
+    softcap = checks.require_softcap(op, softcap)
+    chosen = select_impl(op, impl)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if chosen == "naive":
+            scores = naive.logits(rows, codes, prior, softcap)
+        else:
+            scores = decode.code_scores(rows, codes, prior)
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return scores.view(*hidden.shape[:-1], codes.shape[0])
+
+
+def code_topk(
+    hidden: torch.Tensor,
+    codes: torch.Tensor,
+    prior: torch.Tensor | None,
+    k: int,
+    *,
+    softcap: float | None = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest scores and their tokens, best first: (values [..., k] fp32 or fp64, ids [..., k] int64). Not differentiable.
+
+    Equal scores come lowest id first. On the eager path neither values nor order depend on the other rows of the batch, and
+    equal codes with equal priors score exactly equal. A NaN score is ordered as +inf and returned as NaN, so ids are in
+    [0, V) and distinct whatever hidden holds. Other arguments and errors as in ``code_cross_entropy``; ValueError unless
+    1 <= k <= V.
+    """
+    op = "code_topk"
+    rows = _token_rows(op, hidden, codes, prior).detach()
+    k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
+    run = naive.topk if select_impl(op, impl) == "naive" else decode.code_topk
+    with torch.autocast(hidden.device.type, enabled=False):
+        values, ids = run(rows, codes, None if prior is None else prior.detach(), k, softcap)
+    return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
+
+
+def code_argmax(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, *, impl: str = "auto") -> torch.Tensor:
+    """The token with the largest score, int64 [...]: ``code_topk`` with k = 1 (a soft-cap would not change it)."""
+    return code_topk(hidden, codes, prior, 1, impl=impl)[1][..., 0]
+
+
+def code_sample(
+    hidden: torch.Tensor,
+    codes: torch.Tensor,
+    prior: torch.Tensor | None,
+    *,
+    seed: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    positions: torch.Tensor | None = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Draw one token per row from softmax(score / temperature) over what the filters leave: int64 [...]. Not differentiable.
+
+    The filters apply in this order: the ``top_k`` best tokens; of these, renormalised, the shortest list from the best down
+    whose probability reaches ``top_p``; of these, tokens with at least ``min_p`` times the best one's probability. Equal scores
+    are taken lowest id first. The best token always stays. temperature 0 is ``code_argmax``. A row whose largest score is not
+    finite gets its argmax.
+
+    A draw is a pure function of the row's scores, ``seed`` and the row's position: the noise is hashed from (seed, position,
+    token id). Without ``positions`` a row's position is its place in the flattened batch; when generating step by step, pass
+    numbers that never repeat for a seed (for example row * maximum length + step).
+
+    Args:
+        seed: 64-bit integer.   temperature: at least 0.   top_k: in [1, V] or None.   top_p: in (0, 1].   min_p: in [0, 1].
+        positions: int32 or int64 [...] or None.   hidden, codes, prior, softcap, impl: as in ``code_cross_entropy``.
+
+    Raises: TypeError (dtype), ValueError (shape, device, a number out of its range, unknown impl).
+    """
+    op = "code_sample"
+    rows = _token_rows(op, hidden, codes, prior).detach()
+    seed, temperature = checks.require_integer(op, "seed", seed), checks.require_number(op, "temperature", temperature, 0)
+    top_k = None if top_k is None else checks.require_k(op, top_k, codes.shape[0], "top_k")
+    numbers = (top_k, checks.require_number(op, "top_p", top_p, 0, 1, above=True), checks.require_number(op, "min_p", min_p, 0, 1))
+    softcap = checks.require_softcap(op, softcap)
+    if positions is None:
+        positions = torch.arange(rows.shape[0], device=hidden.device)
+    else:
+        checks.require_per_token(op, "positions", positions, hidden, (torch.int32, torch.int64))
+        positions = positions.reshape(-1)
+    if temperature == 0:
+        return code_argmax(hidden, codes, prior, impl=impl)
+    run = naive.sample if select_impl(op, impl) == "naive" else sampling.code_sample
+    with torch.autocast(hidden.device.type, enabled=False):
+        ids = run(rows, codes, None if prior is None else prior.detach(), positions, seed, temperature, *numbers, softcap)
+    return ids.view(hidden.shape[:-1])
+
+
+def _token_rows(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
+    """hidden as [T, K], in autocast's dtype, after the checks that all functions share."""
+    checks.require_operands(op, hidden, codes, prior)
+    return hidden.to(autocast_dtype(hidden)).reshape(-1, hidden.shape[-1])

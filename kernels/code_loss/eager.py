@@ -16,7 +16,7 @@ from kernels.common import require_in_range
 from kernels.segments import accumulation_dtype
 from kernels.sign_code import unpack_sign_codes
 
-from .scoring import BLOCK, CHUNK, byte_rows, byte_tables, chunk_scores, scaled_hidden, slope, spans
+from .scoring import BLOCK, CHUNK, block_tables, byte_rows, chunk_scores, scaled_hidden, slope, spans
 
 _TABLE_BYTES = 1 << 25
 """Look-up tables alive at once (32 MiB: 512 tokens of 512 bits in fp32). More tokens are done in groups; each unpacks anew."""
@@ -53,12 +53,8 @@ class _Sums:
         top = torch.full_like(zero, torch.finfo(dtype).min)
         return cls(top, zero, zero, target, zero, torch.full_like(zero, -math.inf), torch.zeros_like(targets))
 
-    @classmethod
-    def join(cls, parts: list["_Sums"]) -> "_Sums":
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(cls)))
-
     def see_all(self, scores: torch.Tensor, start: int, options: Options) -> None:
-        """What is taken over all codes, the target included, from a chunk's scores [n, B]."""
+        """What is taken over all codes, the target included, from a chunk's scores [n, G]."""
         if options.aux:
             best, place = scores.max(0)
             better = best > self.best
@@ -76,22 +72,21 @@ class _Sums:
         scores.scatter_(0, place, torch.where(here, -math.inf, found))
         self.target = torch.where(here, found, self.target[None])[0]
 
-    def see_others(self, scores: torch.Tensor, weights: torch.Tensor, options: Options) -> torch.Tensor:
-        """Add exp(score - top) of the scores [n, B] (destroyed), leaving it in ``weights``, which may be ``scores`` itself.
+    def see_others(self, scores: torch.Tensor, options: Options) -> torch.Tensor:
+        """Turn the scores [n, G] into exp(score - top) in place, and add them up.
 
-        Returns [B]: the factor by which sums of earlier chunks had to shrink because ``top`` rose.
+        Returns [G]: the factor by which sums of earlier chunks had to shrink because ``top`` rose.
         """
         top = torch.maximum(self.top, scores.amax(0))
         shrink = torch.exp(self.top - top)
         scores.sub_(top)
-        if options.aux:
-            exponentials = torch.exp(scores)
+        # A code excluded by a prior of -inf would add 0 * -inf = NaN to the entropy's sum.
+        finite = scores.clamp_min(torch.finfo(scores.dtype).min) if options.aux else None
+        scores.exp_()
+        if finite is not None:
             earlier = torch.where(self.total > 0, self.dot + self.total * (self.top - top), 0.0)
-            # A code excluded by a prior of -inf would add 0 * -inf = NaN.
-            finite = scores.clamp_min(torch.finfo(scores.dtype).min)
-            self.dot = earlier * shrink + finite.mul_(exponentials).sum(0)
-        torch.exp(scores, out=weights)
-        self.total = self.total * shrink + weights.sum(0)
+            self.dot = earlier * shrink + finite.mul_(scores).sum(0)
+        self.total = self.total * shrink + scores.sum(0)
         self.top = top
         return shrink
 
@@ -102,64 +97,41 @@ class _CodeSums:
 
     others: torch.Tensor  # [G, K] sum over the others of exp(score - top) * slope * code
     plain: torch.Tensor  # label smoothing: [1, K] sum of all codes; [G, K] sum over the others of slope * code under a soft-cap
-    weights: torch.Tensor  # [n, G] one chunk's exp(score - top) * slope
-    slopes: torch.Tensor | None  # [n, G] one chunk's slopes, where label smoothing and a soft-cap need them
 
     @classmethod
-    def start(cls, hidden: torch.Tensor, chunk: int, options: Options) -> "_CodeSums":
-        tokens, width = hidden.shape
-        sloped = options.softcap is not None and options.smoothing > 0
-        plain = hidden.new_zeros(tokens if sloped else 1, width)
-        slopes = hidden.new_empty(chunk, tokens) if sloped else None
-        return cls(torch.zeros_like(hidden), plain, hidden.new_empty(chunk, tokens), slopes)
+    def start(cls, hidden: torch.Tensor, options: Options) -> "_CodeSums":
+        rows = hidden.shape[0] if options.softcap is not None and options.smoothing else 1
+        return cls(torch.zeros_like(hidden), hidden.new_zeros(rows, hidden.shape[1]))
 
-    def add(self, signs: torch.Tensor, shrink: torch.Tensor, options: Options) -> None:
-        count = signs.shape[0]
-        self.others.mul_(shrink[:, None]).addmm_(self.weights[:count].t(), signs)
-        if self.slopes is not None:
-            self.plain.addmm_(self.slopes[:count].t(), signs)
+    def add(self, signs: torch.Tensor, weights: torch.Tensor, slopes: torch.Tensor | None, shrink: torch.Tensor, options: Options):
+        """One chunk: signs [n, K], weights = exp(score - top) [n, G] (destroyed), slopes [n, G] under a soft-cap."""
+        if slopes is not None:
+            weights.mul_(slopes)
+        self.others.mul_(shrink[:, None]).addmm_(weights.t(), signs)
+        if options.smoothing and slopes is not None:
+            self.plain.addmm_(slopes.t(), signs)
         elif options.smoothing:
             self.plain.add_(signs.sum(0))
-
-
-def _absorb(
-    sums: _Sums, code_sums: _CodeSums | None, scores: torch.Tensor, targets: torch.Tensor, start: int, first: int, options: Options
-) -> torch.Tensor:
-    """Add a chunk's scores [n, B] of the group's tokens ``first``... to both kinds of sums; returns ``see_others``'s factor."""
-    count, tokens = scores.shape
-    sums.see_all(scores, start, options)
-    sums.take_target(scores, targets, start)
-    if code_sums is None:
-        return sums.see_others(scores, scores, options)
-    weights = code_sums.weights[:count, first : first + tokens]
-    if options.softcap is None:
-        return sums.see_others(scores, weights, options)
-    slopes = slope(scores, options.softcap)
-    shrink = sums.see_others(scores, weights, options)
-    weights.mul_(slopes)
-    if code_sums.slopes is not None:
-        code_sums.slopes[:count, first : first + tokens] = slopes
-    return shrink
 
 
 def _pass(
     hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, targets: torch.Tensor, options: Options
 ) -> tuple[_Sums, _CodeSums | None]:
     """Both kinds of sums over the whole vocabulary for a group of tokens: hidden [G, K] scaled, targets [G], -1 for ignored."""
-    blocks = list(spans(hidden.shape[0], BLOCK))
-    tables = [byte_tables(hidden[a:b]) for a, b in blocks]
-    sums = [_Sums.start(targets[a:b], hidden.dtype) for a, b in blocks]
-    code_sums = _CodeSums.start(hidden, min(CHUNK, codes.shape[0]), options) if options.hidden_grad else None
+    tables = block_tables(hidden)
+    sums = _Sums.start(targets, hidden.dtype)
+    code_sums = _CodeSums.start(hidden, options) if options.hidden_grad else None
+    scratch = hidden.new_empty(min(CHUNK, codes.shape[0]), hidden.shape[0])
     for start, stop in spans(codes.shape[0], CHUNK):
-        rows = byte_rows(codes[start:stop], hidden.shape[1])
-        part = None if prior is None else prior[start:stop].to(hidden.dtype)
-        shrink = []
-        for (a, b), table, block_sums in zip(blocks, tables, sums, strict=True):
-            scores = chunk_scores(table, rows, part, options.softcap)
-            shrink.append(_absorb(block_sums, code_sums, scores, targets[a:b], start, a, options))
+        chunk, part = codes[start:stop], None if prior is None else prior[start:stop].to(hidden.dtype)
+        scores = chunk_scores(tables, byte_rows(chunk, hidden.shape[1]), part, options.softcap, scratch[: stop - start])
+        sums.see_all(scores, start, options)
+        sums.take_target(scores, targets, start)
+        slopes = None if code_sums is None or options.softcap is None else slope(scores, options.softcap)
+        shrink = sums.see_others(scores, options)
         if code_sums is not None:
-            code_sums.add(unpack_sign_codes(codes[start:stop], hidden.shape[1], hidden.dtype), torch.cat(shrink), options)
-    return _Sums.join(sums), code_sums
+            code_sums.add(unpack_sign_codes(chunk, hidden.shape[1], hidden.dtype), scores, slopes, shrink, options)
+    return sums, code_sums
 
 
 def _hidden_gradient(

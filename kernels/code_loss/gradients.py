@@ -2,8 +2,8 @@
 
 import torch
 
-from .eager import checked_targets, code_cross_entropy
-from .scoring import BLOCK, CHUNK, byte_rows, byte_tables, chunk_scores, scaled_hidden, slope, spans
+from .eager import checked_targets, code_cross_entropy, group_size
+from .scoring import CHUNK, block_tables, byte_rows, chunk_scores, scaled_hidden, slope, spans
 
 
 @torch.library.custom_op("tablefree::code_cross_entropy_hidden_grad", mutates_args=())
@@ -42,10 +42,11 @@ def prior_grad(
     wide, targets = prior.to(lse.dtype), checked_targets(targets, ignore_index, codes.shape[0])
     upstream, rise = torch.where(targets < 0, 0.0, grad), 2 * z_loss * lse
     at_target = rise * logprob.exp() + torch.expm1(logprob) + label_smoothing
-    for a, b in spans(hidden.shape[0], BLOCK):
-        table = byte_tables(scaled_hidden(hidden[a:b]))
+    for a, b in spans(hidden.shape[0], group_size(hidden)):
+        tables = block_tables(scaled_hidden(hidden[a:b]))
         for start, stop in spans(codes.shape[0], CHUNK):
-            scores = chunk_scores(table, byte_rows(codes[start:stop], hidden.shape[1]), wide[start:stop], softcap)
+            rows = byte_rows(codes[start:stop], hidden.shape[1])
+            scores = chunk_scores(tables, rows, wide[start:stop], softcap, lse.new_empty(stop - start, b - a))
             capped = None if softcap is None else slope(scores, softcap)
             weights = scores.sub_(lse[a:b]).exp_().mul_(1 + rise[a:b])
             _place(weights, targets[a:b] - start, at_target[a:b])

@@ -7,11 +7,13 @@ import torch
 from kernels.segments import accumulation_dtype
 from kernels.sign_code import unpack_sign_codes
 
+from .sampling import gumbel
+
 
 def logits(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
     """hidden [T, K] -> [T, V], in fp32 (fp64 for fp64)."""
     hidden = hidden.to(accumulation_dtype(hidden.dtype))
-    scores = hidden @ unpack_sign_codes(codes, hidden.shape[1], hidden.dtype).t() / math.sqrt(hidden.shape[1])
+    scores = (hidden / math.sqrt(hidden.shape[1])) @ unpack_sign_codes(codes, hidden.shape[1], hidden.dtype).t()
     if prior is not None:
         scores = scores + prior.to(scores.dtype)
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -26,19 +28,54 @@ def token_losses(
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, lse, target logprob, argmax, entropy), each [T]; only the first is meant to be differentiated."""
+    aux: bool,
+) -> list[torch.Tensor]:
+    """[loss] or, with ``aux``, [loss, lse, target logprob, argmax, entropy], each [T]; only the first is differentiable."""
     scores = logits(hidden, codes, prior, softcap)
     valid = targets != ignore_index
-    lse = torch.logsumexp(scores, 1)
     logprobs = torch.log_softmax(scores, 1)
     target_logprob = logprobs.gather(1, torch.where(valid, targets, 0).long()[:, None])[:, 0]
-    loss = -(1 - label_smoothing) * target_logprob
+    loss = -target_logprob
     if label_smoothing:
-        loss = loss - label_smoothing * logprobs.mean(1)
+        loss = (1 - label_smoothing) * loss - label_smoothing * logprobs.mean(1)
     if z_loss:
-        loss = loss + z_loss * lse.square()
+        loss = loss + z_loss * torch.logsumexp(scores, 1).square()
     loss = torch.where(valid, loss, 0.0)
+    if not aux:
+        return [loss]
     with torch.no_grad():
         entropy = torch.special.entr(logprobs.exp()).sum(1)
-        return loss, lse, torch.where(valid, target_logprob, 0.0), scores.argmax(1), entropy
+        return [loss, torch.logsumexp(scores, 1), torch.where(valid, target_logprob, 0.0), scores.argmax(1), entropy]
+
+
+def topk(
+    hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, k: int, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, ids) [T, k] by a stable sort of all scores, NaN ordered as +inf."""
+    scores = logits(hidden, codes, prior, softcap)
+    ids = torch.where(scores.isnan(), math.inf, scores).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return scores.gather(1, ids), ids
+
+
+def sample(
+    hidden: torch.Tensor,
+    codes: torch.Tensor,
+    prior: torch.Tensor | None,
+    positions: torch.Tensor,
+    seed: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    min_p: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Ids [T]: sort everything, cut the sorted probabilities, add the same noise as the eager path, take the largest."""
+    values, ids = topk(hidden, codes, prior, top_k or codes.shape[0], softcap)
+    gaps = (values.double() - values[:, :1].double()) / temperature
+    probabilities = torch.softmax(gaps, 1)
+    keep = probabilities >= min_p * probabilities[:, :1]
+    if top_p < 1:
+        keep &= probabilities.cumsum(1) - probabilities < top_p
+    noisy = torch.where(keep, gaps + gumbel(seed, positions.long()[:, None], ids), -math.inf)
+    chosen = ids.gather(1, noisy.argmax(1, keepdim=True))[:, 0]
+    return torch.where(values[:, 0].isfinite(), chosen, ids[:, 0])

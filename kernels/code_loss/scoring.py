@@ -39,10 +39,11 @@ def byte_tables(hidden: torch.Tensor) -> torch.Tensor:
     tokens, width = hidden.shape
     groups = -(-width // 8)
     parts = F.pad(hidden, (0, groups * 8 - width)).t().reshape(groups, 8, tokens)
-    table = torch.stack((-parts[:, 0], parts[:, 0]), dim=1)
-    for bit in range(1, 8):
-        part = parts[:, bit : bit + 1]
-        table = torch.cat((table - part, table + part), dim=1)
+    table = hidden.new_zeros(groups, 256, tokens)
+    for bit in range(8):
+        low, high, part = table[:, : 1 << bit], table[:, 1 << bit : 2 << bit], parts[:, bit : bit + 1]
+        torch.add(low, part, out=high)
+        low.sub_(part)
     return table.reshape(groups * 256, tokens)
 
 
@@ -54,14 +55,25 @@ def byte_rows(codes: torch.Tensor, width: int) -> torch.Tensor:
     return rows + torch.arange(groups, dtype=torch.int32, device=codes.device) * 256
 
 
-def chunk_scores(table: torch.Tensor, rows: torch.Tensor, prior: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
-    """Scores of a chunk: table [R, T], rows [n, R/256], prior [n] or None -> new [n, T] in the table's dtype."""
-    scores = F.embedding_bag(rows, table, mode="sum")
-    if prior is not None:
-        scores.add_(prior[:, None])
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    return scores
+def block_tables(hidden: torch.Tensor) -> list[torch.Tensor]:
+    """``byte_tables`` of every ``BLOCK`` tokens of hidden [T, K]."""
+    return [byte_tables(hidden[start:stop]) for start, stop in spans(hidden.shape[0], BLOCK)]
+
+
+def chunk_scores(
+    tables: list[torch.Tensor], rows: torch.Tensor, prior: torch.Tensor | None, softcap: float | None, out: torch.Tensor
+) -> torch.Tensor:
+    """Scores of a chunk of n codes, written to ``out`` [n, T] and returned: tables of T tokens, rows [n, R], prior [n] or None."""
+    first = 0
+    for table in tables:
+        block = out[:, first : first + table.shape[1]]
+        sums = F.embedding_bag(rows, table, mode="sum")
+        if prior is None:
+            block.copy_(sums)
+        else:
+            torch.add(sums, prior[:, None], out=block)
+        first += table.shape[1]
+    return out if softcap is None else out.div_(softcap).tanh_().mul_(softcap)
 
 
 def slope(scores: torch.Tensor, softcap: float) -> torch.Tensor:

@@ -39,7 +39,7 @@ def kronecker_embedding(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: t
     require_in_range("kronecker", "ids", ids, token_bytes.shape[0])
     distinct, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
     cell, present, length = _cells(distinct, token_bytes, lengths)
-    wide = weight.to(accumulation_dtype(weight.dtype))
+    wide = weight.detach().to(accumulation_dtype(weight.dtype))  # attached, embedding_bag would prepare a backward
     rise, base = _two_values(length, token_bytes.shape[1], wide.dtype)
     starts = length.long().cumsum(0) - length
     scale = rise.unsqueeze(1).expand_as(cell).masked_select(present)

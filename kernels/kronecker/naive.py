@@ -21,7 +21,9 @@ def kronecker_codec(
     value = (position < length).to(statistics) / length.clamp(min=1).to(statistics).sqrt()
     kappa = torch.zeros(*ids.shape, 256 * positions, dtype=statistics, device=ids.device).scatter_add(-1, cell, value)
     if normalize:
-        kappa = (kappa - kappa.mean(-1, keepdim=True)) / (kappa.std(-1, keepdim=True, unbiased=True) + 1e-6)
+        centred = kappa - kappa.mean(-1, keepdim=True)
+        variance = centred.square().sum(-1, keepdim=True) / (centred.shape[-1] - 1)  # unbiased
+        kappa = centred / (variance.sqrt() + 1e-6)
     return kappa.to(dtype)
 
 

@@ -19,7 +19,7 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
     """Rows [*ids.shape, d] in the weight's dtype; see ``kernels.sign_code.sign_code_embedding``."""
     require_in_range("sign_code_embedding", "ids", ids, codes.shape[0])
     distinct, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
-    wide = weight.to(accumulation_dtype(weight.dtype))
+    wide = weight.detach().to(accumulation_dtype(weight.dtype))
     rows = weight.new_empty(distinct.numel(), weight.shape[1])
     for block, out in zip(distinct.split(_BLOCK), rows.split(_BLOCK), strict=True):
         out.copy_(unpack_sign_codes(codes.index_select(0, block), weight.shape[0], wide.dtype) @ wide)

@@ -11,6 +11,7 @@ wrote, ``Batches`` cuts the training split into rows, ``validation_windows`` wal
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from models.cli import add_common_flags, run_cli
@@ -92,8 +93,9 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 
 def _sources_and_settings(args: argparse.Namespace) -> tuple[list["Source"], "PrepareSettings"]:
-    from models.training.prepare import PrepareSettings
+    from models.training.prepare import BPE, PrepareSettings
     from models.training.text import ReadOptions, open_source
+    from models.vocab.tokenizer import load_tokenizer
 
     problems: list[str] = []
     values: dict[str, Any] = {"tokenizer": args.tokenizer}
@@ -101,17 +103,24 @@ def _sources_and_settings(args: argparse.Namespace) -> tuple[list["Source"], "Pr
         values[name] = _whole_number(name, getattr(args, name), problems)
     values["validation_fraction"] = _fraction(args.validation_fraction, problems)
     options = ReadOptions(args.text_field, args.split, args.config, values.pop("document_bytes") or 0)
-    sources = []
+    sources: list[Source] = []
     for spec in args.source:
-        try:
-            sources.append(open_source(spec, options))
-        except UserError as error:
-            problems.append(str(error))
+        _complain(lambda spec=spec: sources.append(open_source(spec, options)), problems)
     settings = PrepareSettings(**{name: value for name, value in values.items() if value is not None})
     problems += settings.problems()
+    if problems and not settings.tokenizer.startswith(BPE):
+        _complain(lambda: load_tokenizer(settings.tokenizer), problems)
     if problems:
         raise UsageError("\n       ".join(problems))
     return sources, settings
+
+
+def _complain(action: Callable[[], Any], problems: list[str]) -> None:
+    """Do ``action``; if that fails, add the reason to ``problems``."""
+    try:
+        action()
+    except UserError as error:
+        problems.append(str(error))
 
 
 def _whole_number(name: str, text: str | None, problems: list[str]) -> int | None:

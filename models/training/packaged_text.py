@@ -8,6 +8,7 @@
 import ast
 import bz2
 import gzip
+import html
 import importlib.metadata
 import re
 import xml.etree.ElementTree as ElementTree
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 from models.errors import UserError
 from models.files import sha256
 from models.training.text import Document, clean
-from models.training.wikitext import strip_markup
+from models.training.wikitext import INVISIBLE, strip_markup
 
 SHORTEST_ARTICLE = 400  # bytes; what is shorter after stripping is a list or a disambiguation page
 
@@ -91,7 +92,8 @@ def _flat(element: ElementTree.Element) -> str:
     """All text inside the element on one line; 10<sup>5</sup> becomes 10^5, as the digits would run together."""
     for power in element.iter("sup"):
         power.text = f"^{power.text or ''}"
-    return re.sub(r"\s+", " ", "".join(element.itertext())).strip()
+    text = INVISIBLE.sub("", html.unescape("".join(element.itertext())))  # some publishers sent HTML inside the XML
+    return re.sub(r"\s+", " ", text).strip()
 
 
 def _elements(file: BinaryIO, name: str, path: Path) -> Iterator[ElementTree.Element]:

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -104,12 +105,14 @@ def prepare(
     if problems := settings.problems():
         raise UsageError("; ".join(problems))
     out = Path(out)
-    wanted = {**asdict(settings), "sources": [source.describe() for source in sources]}
+    tokenizer = None if settings.tokenizer.startswith(BPE) else load_tokenizer(settings.tokenizer)
+    identity = tokenizer and hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    wanted = {**asdict(settings), "tokenizer_sha256": identity, "sources": [source.describe() for source in sources]}
     if _is_there(out, wanted, overwrite):
         return TokenData.open(out), True
     old = out.with_name(f".{out.name}.{os.getpid()}.old")
     with new_folder(out) as folder:
-        _Preparation(folder, sources, settings, progress).run(wanted)
+        _Preparation(folder, sources, settings, progress).run(tokenizer, wanted)
         if out.exists():
             out.rename(old)
     shutil.rmtree(old, ignore_errors=True)
@@ -141,9 +144,9 @@ class _Preparation:
     def __init__(self, folder: Path, sources: Sequence[Source], settings: PrepareSettings, progress: Progress) -> None:
         self.folder, self.sources, self.settings, self.progress = folder, sources, settings, progress
 
-    def run(self, wanted: dict[str, Any]) -> None:
-        """Write all files; the manifest comes last."""
-        tokenizer = self._tokenizer()
+    def run(self, given: Tokenizer | None, wanted: dict[str, Any]) -> None:
+        """Write all files; the manifest comes last. Without a ``given`` tokenizer one is trained."""
+        tokenizer = given or self._train_tokenizer()
         if tokenizer.eos_id is None:
             spec = self.settings.tokenizer
             raise UserError(f"the tokenizer {spec!r} has no end-of-text token to end documents with; choose another")
@@ -153,7 +156,12 @@ class _Preparation:
         manifest |= {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            "tokenizer": {"file": TOKENIZER, "fingerprint": tokenizer.fingerprint, "eos_id": tokenizer.eos_id},
+            "tokenizer": {
+                "file": TOKENIZER,
+                "sha256": sha256(self.folder / TOKENIZER),
+                "fingerprint": tokenizer.fingerprint,
+                "eos_id": tokenizer.eos_id,
+            },
             "settings": wanted,
             "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         }
@@ -177,12 +185,9 @@ class _Preparation:
                 held_out = in_validation(document.id, settings.validation_fraction, settings.seed)
                 yield document, length, SPLITS[held_out]
 
-    def _tokenizer(self) -> Tokenizer:
-        spec = self.settings.tokenizer
-        if not spec.startswith(BPE):
-            return load_tokenizer(spec)
+    def _train_tokenizer(self) -> Tokenizer:
         texts = (document.text for document, _, split in self._documents("training the tokenizer") if split == "train")
-        return train_bpe(texts, int(spec.removeprefix(BPE)))
+        return train_bpe(texts, int(self.settings.tokenizer.removeprefix(BPE)))
 
     def _write_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Write shards and counts; returns their part of the manifest."""
@@ -191,27 +196,29 @@ class _Preparation:
         totals = {split: {"documents": 0, "bytes": 0, "inexact_documents": 0} for split in SPLITS}
         counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         lengths = tokenizer.byte_lengths()
-        try:
-            for batch in _batched(self._documents("encoding")):
-                encoded = tokenizer.encode_batch([document.text for document, _, _ in batch])
-                for (_, size, split), ids in zip(batch, encoded, strict=True):
-                    tokens = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
-                    writers[split].write(tokens)
-                    totals[split]["documents"] += 1
-                    totals[split]["bytes"] += size
-                    totals[split]["inexact_documents"] += int(lengths[tokens[:-1]].sum() != size)
-                    if split == "train":
-                        counts += np.bincount(tokens, minlength=len(counts))
-        finally:
-            splits = {split: {**totals[split], **writers[split].summary()} for split in SPLITS}
+        with closing(writers["train"]), closing(writers["validation"]):
+            for tokens, size, split in self._encoded(tokenizer):
+                writers[split].write(tokens)
+                totals[split]["documents"] += 1
+                totals[split]["bytes"] += size
+                totals[split]["inexact_documents"] += int(lengths[tokens[:-1]].sum() != size)
+                if split == "train":
+                    counts += np.bincount(tokens, minlength=len(counts))
         self._require_both(totals)
         np.save(self.folder / COUNTS, counts)
         return {
             "dtype": dtype.name,
             "vocab_size": tokenizer.vocab_size,
-            "splits": splits,
+            "splits": {split: {**totals[split], **writers[split].summary()} for split in SPLITS},
             "counts": {"file": COUNTS, "sha256": sha256(self.folder / COUNTS)},
         }
+
+    def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, str]]:
+        """(token ids with the end-of-text token, int64; bytes of the text; split) of each document."""
+        for batch in _batched(self._documents("encoding")):
+            encoded = tokenizer.encode_batch([document.text for document, _, _ in batch])
+            for (_, size, split), ids in zip(batch, encoded, strict=True):
+                yield np.array([*ids, tokenizer.eos_id], dtype=np.int64), size, split
 
     def _require_both(self, totals: dict[str, dict[str, int]]) -> None:
         documents = sum(total["documents"] for total in totals.values())

@@ -64,8 +64,7 @@ class ShardWriter:
             self.shards[-1]["sha256"] = self._shard_hash.hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """The split's part of the manifest; ``sha256`` is that of all shards joined, whatever their size."""
-        self.close()
+        """The closed split's part of the manifest; ``sha256`` is that of all shards joined, whatever their size."""
         tokens = sum(shard["tokens"] for shard in self.shards)
         return {"tokens": tokens, "sha256": self._stream_hash.hexdigest(), "shards": self.shards}
 
@@ -170,7 +169,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("fingerprint") != fingerprint(manifest):
         raise UserError(f"{path}: damaged (its fingerprint does not fit its contents); prepare the data again")
     for split in SPLITS:
-        if manifest["splits"][split]["tokens"] == 0:
+        tokens = manifest["splits"][split]["tokens"]
+        if tokens != sum(shard["tokens"] for shard in manifest["splits"][split]["shards"]):
+            raise UserError(f"{path}: damaged (the {split} shards do not add up to {tokens:,} tokens); prepare the data again")
+        if tokens == 0:
             raise UserError(f"{path}: the {split} split is empty; prepare the data again with more text or another fraction")
     return manifest
 
@@ -194,7 +196,7 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 
 def _files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    return [*shards, manifest["counts"], {"file": TOKENIZER}]
+    return [*shards, manifest["counts"], manifest["tokenizer"]]
 
 
 def _check_file(folder: Path, entry: dict[str, Any], manifest: dict[str, Any], verify: str) -> None:

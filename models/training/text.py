@@ -108,7 +108,8 @@ def _glob_source(spec: str, options: ReadOptions) -> Source:
     parts = Path(spec).expanduser().parts
     fixed = next(i for i, part in enumerate(parts) if WILDCARD.search(part))
     root = Path(*parts[:fixed])
-    files = tuple(sorted(path for path in root.glob(str(Path(*parts[fixed:]))) if path.is_file()))
+    found = (path for path in root.glob(str(Path(*parts[fixed:]))) if path.is_file() and not _is_hidden(path.relative_to(root)))
+    files = tuple(sorted(found))
     if not files:
         raise UsageError(f"no file matches {spec!r}")
     return FileSource(spec, root, files, options)

@@ -7,6 +7,7 @@ import html
 import re
 
 HOLE = "\x00"
+INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")  # soft hyphens, marks without width
 
 # Elements whose contents are no prose.
 _DROPPED = ("ref", "gallery", "timeline", "imagemap", "poem", "blockquote", "center", "div", "ol", "ul")
@@ -121,8 +122,7 @@ def _may_be_prose(line: str) -> bool:
 
 def _tidy(line: str) -> str:
     """Close the gaps that removed templates leave."""
-    line = re.sub(r"[\u200b-\u200f\u202a-\u202e\u2060\ufeff\u00ad]", "", line)
-    line = re.sub(r"\s+", " ", line)
+    line = re.sub(r"\s+", " ", INVISIBLE.sub("", line))
     line = re.sub(r"\(\s*(?:(?:[,;:]|or|and|pronounced|listen)\s*)*\)", "", line)
     line = re.sub(r"([(\[])[\s,;:]+", r"\1", line)
     line = re.sub(r"[\s,;:]+([)\]])", r"\1", line)
@@ -131,5 +131,7 @@ def _tidy(line: str) -> str:
 
 
 def _is_prose(line: str) -> bool:
-    """At least a short sentence that ends like one, without left-over markup."""
-    return len(line) >= 60 and bool(re.search(r"[.!?][\"'”’)\]]*$", line)) and not re.search(r"[{}<>|]|\[\[|\]\]|https?:|==", line)
+    """At least a short sentence that begins and ends like one, without left-over markup."""
+    begins = next((letter for letter in line if letter.isalpha()), "a")
+    ends = re.search(r"[.!?][\"'”’)\]]*$", line)
+    return len(line) >= 60 and not begins.islower() and bool(ends) and not re.search(r"[{}<>|]|\[\[|\]\]|https?:|==", line)

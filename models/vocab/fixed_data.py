@@ -74,11 +74,9 @@ def _load_codes(path: Path, data: "TokenData") -> tuple[Tensor, int]:
             f"{path}: no sign codes there; make them with `python -m models.vocab.codes from-corpus DATA_DIR` "
             "(or from-embedding, random), or name a file with data.codes"
         )
-    codes = SignCodes.load(path)
+    codes = SignCodes.load(path, tokenizer=data.tokenizer.fingerprint)
     if codes.vocab_size != data.vocab_size:
         raise UserError(f"{path}: holds {codes.vocab_size} codes, the tokenizer has {data.vocab_size} tokens: rebuild the codes")
-    if codes.tokenizer and codes.tokenizer != data.tokenizer.fingerprint:
-        raise UserError(f"{path}: made for another tokenizer than the data's: rebuild the codes for this data folder")
     return codes.words, codes.bits
 
 
@@ -99,4 +97,4 @@ def _gf2_matrix(arm: ArmSettings, size: int) -> Tensor:
 def _prior(arm: ArmSettings, data: "TokenData") -> Tensor:
     from models.vocab.prior import log_unigram_prior
 
-    return log_unigram_prior(data.counts, unseen=arm.prior_unseen)
+    return torch.from_numpy(log_unigram_prior(data.counts, unseen=arm.prior_unseen))

@@ -15,10 +15,14 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from models.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 PUBLISHED = {16: Path(__file__).with_name("gf2_matrix_16.json")}
 PUBLISHED_SEED = 12345
@@ -147,3 +151,11 @@ def _published(bits: int) -> np.ndarray:
 def published_matrix(bits: int = 16) -> np.ndarray:
     """The matrix of the gf2 interface, generate(bits, 12345): 0/1 uint8 [bits, bits]. Raises UserError unless bits is 16."""
     return _published(bits).copy()
+
+
+def matrix_for(bits: int, seed: int = PUBLISHED_SEED) -> "torch.Tensor":
+    """The matrix of the gf2 interface for ids of ``bits`` bits, 0/1 uint8 tensor [bits, bits]: published where there is one."""
+    import torch
+
+    published = seed == PUBLISHED_SEED and bits in PUBLISHED
+    return torch.from_numpy(published_matrix(bits) if published else generate(bits, seed))

@@ -2,12 +2,12 @@
 
 The encoding engine is Hugging Face `tokenizers`; every other format (tiktoken, SentencePiece, GGUF) is converted to it once, so
 that a tokenizer is always one tokenizer.json. Text is only ever text here: a document that happens to contain "<|endoftext|>"
-is encoded as those thirteen characters, and no tokens are added at either end.
+is encoded as those thirteen characters, and no tokens are added at either end. (One exception is the library's: a Unigram
+tokenizer.json of others takes the spelling of any of its pieces for the piece, "</s>" too.)
 """
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,8 @@ import numpy as np
 import tokenizers
 
 from models.errors import UserError
+from models.files import write_text
+from models.vocab.packages import PACKAGED
 from models.vocab.token_bytes import Vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
@@ -51,9 +53,7 @@ class Tokenizer:
         target = Path(path)
         if target.is_dir():
             target = target / "tokenizer.json"
-        temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        temporary.write_text(self.to_json(), encoding="utf-8")
-        temporary.replace(target)
+        write_text(target, self.to_json())
         return target
 
     def encode(self, text: str) -> list[int]:
@@ -156,7 +156,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return _load_json(path)
     if name.startswith("tiktoken:"):
         return Tokenizer(formats.from_tiktoken(name.removeprefix("tiktoken:")))
-    if name in formats.PACKAGED:
+    if name in PACKAGED:
         return _load_json(formats.packaged_tokenizer(name))
     if path.suffix == ".json" or name.startswith((".", "/", "~")):
         raise UserError(f"{spec}: no such file; expected a tokenizer.json, a folder that holds one, or a name")

