@@ -1,6 +1,7 @@
 """Every test starts from the same seed, and memory that the ops allocate without filling it holds NaN (or a large integer)."""
 
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 OPS = str(ROOT / "kernels")
 POISON = 77
+
+# The tests' tensors are small: more threads only wait for each other, and cost minutes where others use the cores too.
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+torch.set_num_threads(1)
 # `with torch.device(...)` recognises constructors by identity and remembers the set: fill it before any of them is wrapped.
 with torch.device("meta"):
     torch.empty(0)
@@ -53,3 +58,15 @@ def data_dir(tmp_path_factory) -> Path:
     codes = random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint)
     codes.save(root / "data" / "codes.safetensors")
     return root / "data"
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """Prepared documents with awkward characters (tests/data_support.py)."""
+    from data_support import SETTINGS, Listed, some_documents
+
+    from models.training.prepare import prepare
+
+    out = tmp_path_factory.mktemp("data") / "set"
+    prepare(out, [Listed(some_documents())], SETTINGS)
+    return out
