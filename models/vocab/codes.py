@@ -186,7 +186,7 @@ def run_prior(arguments: argparse.Namespace) -> None:
 
     target = _target(arguments.output, arguments.overwrite)
     counts = TokenData.open(Path(arguments.data)).counts
-    prior = log_unigram_prior(counts, arguments.unseen).numpy()
+    prior = log_unigram_prior(counts, arguments.unseen)
     share = counts / counts.sum()
     entropy = -float((share[share > 0] * np.log(share[share > 0])).sum())
     mass = np.exp(prior.astype(np.float64)).sum()

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from models.errors import UsageError, UserError
 
 
-def log_unigram_prior(counts: Sequence[int] | np.ndarray, unseen: str = "log1n") -> torch.Tensor:
+def log_unigram_prior(counts: Sequence[int] | np.ndarray, unseen: str = "log1n") -> np.ndarray:
     """log(count / N) of every token, fp32 [V], from its ``counts`` [V] in the training data; N is their sum.
 
     unseen: the value for tokens that never occur. ``log1n``: log(1/N), as if seen once, which is the paper's; ``median``: the
@@ -26,7 +25,7 @@ def log_unigram_prior(counts: Sequence[int] | np.ndarray, unseen: str = "log1n")
     prior = np.log(np.maximum(counts, 1) / total)
     if percentile is not None:
         prior[counts == 0] = np.percentile(prior[counts > 0], percentile)
-    return torch.from_numpy(prior.astype(np.float32))
+    return prior.astype(np.float32)
 
 
 def _percentile(unseen: str) -> float | None:

@@ -179,8 +179,6 @@ def _principal_signs(blocks: Callable[[], Iterator[np.ndarray]], width: int, bit
     Also returns the share of the variance that they explain. Two passes to the covariance (mean first: subtracting it afterwards
     would cancel) and one to project; never more than one block in fp64.
     """
-    from scipy.linalg import eigh
-
     rows, mean = 0, np.zeros(width)
     for block in blocks():
         rows, mean = rows + len(block), mean + block.sum(axis=0)
@@ -190,7 +188,8 @@ def _principal_signs(blocks: Callable[[], Iterator[np.ndarray]], width: int, bit
         centred = block - mean
         covariance += centred.T @ centred
     total = float(np.trace(covariance))
-    values, directions = eigh(covariance, subset_by_index=[width - bits, width - 1])
+    values, directions = (result.numpy() for result in torch.linalg.eigh(torch.from_numpy(covariance)))
+    values, directions = values[width - bits :], directions[:, width - bits :]
     floor = max(rows, width) * np.finfo(np.float64).eps * values[-1]
     if total == 0 or values[0] <= floor:
         found = int((values > floor).sum()) if total else 0
