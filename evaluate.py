@@ -30,7 +30,7 @@ else:
         parser.add_argument("paths", nargs="+", metavar="RUN_OR_CHECKPOINT", help="a run's folder, a grid's, or a checkpoint's")
         parser.add_argument("--data", help="prepared data folder (default: the one each run was trained on)")
         parser.add_argument("--split", default="validation", choices=("validation", "train"), help="default: %(default)s")
-        parser.add_argument("--rows", type=int, default=0, help="score only the first so many windows (default: all)")
+        parser.add_argument("--rows", type=int, default=0, help="score only so many windows, evenly spaced (default: all)")
         parser.add_argument("--impl", help="auto, naive, eager or fused (default: the run's)")
         parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: %(default)s)")
         parser.add_argument("--json", metavar="FILE", help="also write the scores as JSON")

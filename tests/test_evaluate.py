@@ -60,9 +60,13 @@ def test_the_model_keeps_its_mode_and_gradients_work_after(data_dir, run):
     model.loss(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long), 4).backward()
 
 
-def test_limit_takes_so_many_windows(data_dir, run):
+@pytest.mark.parametrize("limit", [1, 6, 50, 10_000])
+def test_a_limit_takes_at_most_so_many_windows_from_everywhere(data_dir, run, limit):
     data, model = TokenData.open(data_dir), find_checkpoint(run / "table").load_model()
-    assert evaluate_loss(model, data.validation, data.tokenizer.byte_lengths(), 16, rows=4, limit=6).targets == 96
+    score = evaluate_loss(model, data.validation, data.tokenizer.byte_lengths(), 16, rows=4, limit=limit)
+    windows = -(-(len(data.validation) - 1) // 16)
+    assert min(limit, windows) * 16 // 2 < score.targets <= limit * 16
+    assert (score.targets == len(data.validation) - 1) is (limit >= windows)
 
 
 def test_a_grid_a_run_and_a_checkpoint(run, tmp_path):

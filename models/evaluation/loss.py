@@ -44,22 +44,19 @@ class Score:
 def evaluate_loss(
     model: "LanguageModel", stream: "TokenStream", byte_lengths: np.ndarray, seq_len: int, rows: int = 16, limit: int = 0
 ) -> Score:
-    """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes only that many windows.
+    """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes at most so many, evenly spaced.
 
     ``byte_lengths`` int [V]: bytes of each token. Leaves the model's mode and the random state as they were.
     """
     from models.training.batches import validation_windows
 
     device = next(model.parameters()).device
-    was_training, nats, targets_seen, bytes_seen, seen = model.training, 0.0, 0, 0, 0
+    was_training, nats, targets_seen, bytes_seen = model.training, 0.0, 0, 0
+    windows = -(-(len(stream) - 1) // seq_len)
     model.eval()
     try:
-        for inputs, targets in validation_windows(stream, seq_len, rows):
-            if limit:
-                inputs, targets = inputs[: limit - seen], targets[: limit - seen]
-            if len(inputs) == 0:
-                break
-            seen += len(inputs)
+        # As one of so many ranks: every n-th window, because a text's beginning is not like the rest of it.
+        for inputs, targets in validation_windows(stream, seq_len, rows, world_size=-(-windows // limit) if limit else 1):
             nats += model.nll(inputs.to(device), targets.to(device)).double().sum().item()
             valid = targets[targets != IGNORE]
             targets_seen += valid.numel()

@@ -148,7 +148,7 @@ class Run:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.train.dtype == "bfloat16")
 
     def evaluate(self, limit: int) -> Score:
-        """Score the validation text (its first ``limit`` windows; 0: all)."""
+        """Score the validation text (``limit`` windows of it, evenly spaced; 0: all)."""
         rows = self.settings.train.micro_batch_size or self.settings.train.batch_size
         with self._autocast():
             return evaluate_loss(

@@ -68,7 +68,7 @@ def _add_makers(commands) -> None:
                   "Signs of the principal components of the tokens' co-occurrence (PPMI) in the training split.")  # fmt: skip
     corpus.add_argument("data", metavar="DATA", help="a directory that `python -m models.training.data prepare` wrote")
     corpus.add_argument("--window", type=int, default=4, metavar="N", help="tokens on either side that count (default %(default)s)")
-    corpus.add_argument("--contexts", type=int, default=2048, metavar="N", help="frequent tokens that count (default %(default)s)")
+    corpus.add_argument("--contexts", type=int, default=1024, metavar="N", help="frequent tokens that count (default %(default)s)")
     corpus.add_argument("--seed", type=int, default=0, help="of the codes of tokens that never occur (default %(default)s)")
     _add_bits(corpus)
     _add_output(corpus, "the file to write (default DATA/codes.safetensors, where training looks for it)")

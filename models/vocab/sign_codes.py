@@ -26,7 +26,7 @@ from models.vocab.cooccurrence import count_pairs, ppmi
 FORMAT, VERSION = "tablefree sign codes", 1
 _FIELDS = ("bits", "source", "details", "explained_variance", "tokenizer")
 ROWS = 4096  # rows of E that are fp64 at a time
-CONTEXTS = 2048  # as many as the 4,096-token vocabularies here profit from; the covariance costs their cube
+CONTEXTS = 1024  # the covariance takes their square in memory and the eigenvectors their cube in time
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,8 @@ def _principal_signs(blocks: Callable[[], Iterator[np.ndarray]], width: int, bit
     Also returns the share of the variance that they explain. Two passes to the covariance (mean first: subtracting it afterwards
     would cancel) and one to project; never more than one block in fp64.
     """
+    from scipy import linalg  # its import takes a while, and reading codes does not need it
+
     rows, mean = 0, np.zeros(width)
     for block in blocks():
         rows, mean = rows + len(block), mean + block.sum(axis=0)
@@ -188,8 +190,7 @@ def _principal_signs(blocks: Callable[[], Iterator[np.ndarray]], width: int, bit
         centred = block - mean
         covariance += centred.T @ centred
     total = float(np.trace(covariance))
-    values, directions = (result.numpy() for result in torch.linalg.eigh(torch.from_numpy(covariance)))
-    values, directions = values[width - bits :], directions[:, width - bits :]
+    values, directions = linalg.eigh(covariance, subset_by_index=(width - bits, width - 1), overwrite_a=True)
     floor = max(rows, width) * np.finfo(np.float64).eps * values[-1]
     if total == 0 or values[0] <= floor:
         found = int((values > floor).sum()) if total else 0
