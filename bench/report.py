@@ -110,9 +110,13 @@ def table(rows: Sequence[dict]) -> str:
 
 def table_cells(row: dict, first: dict) -> tuple[str, ...]:
     extra = "-" if row["extra_mb"] is None else f"{row['extra_mb']:.1f}"
-    error = "-" if row["rms_error"] is None else f"{row['rms_error']:.1e}"
+    error = "-" if row["rms_error"] is None else f"{row['rms_error']:.1e}" if row["rms_error"] else "0"
     times = [f"{row[key]:.4g}" for key in ("ms_p20", "ms_p50", "ms_p80")]
     return (row["provider"], *times, f"{first['ms_p50'] / row['ms_p50']:.2f}x", extra, f"{row['held_mb']:.1f}", error)
+
+
+def threads(count: int) -> str:
+    return f"{count} thread" + "s" * (count > 1)
 
 
 def shape_text(shape: Shape) -> str:
