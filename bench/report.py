@@ -1,6 +1,7 @@
 """What a run leaves behind: the table on the terminal and one JSON row per provider, shape and direction."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from bench.memory import MB
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
     *("op", "provider", "shape", "dtype", "direction", "ms_min", "ms_p20", "ms_p50", "ms_p80", "runs"),
-    *("extra_mb", "held_mb", "rms_error", "max_error", "ids", "device", "threads", "torch", "triton", "python"),
+    *("extra_mb", "held_mb", "rms_error", "max_error", "ids", "device", "threads", "omp_wait_policy", "torch", "triton", "python"),
     *("git_commit", "git_dirty", "utc", "command"),
 )
 HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "speed-up", "extra MB", "held MB", "rms error")
@@ -29,6 +30,7 @@ def provenance(setting: Setting, command: Sequence[str]) -> dict:
         "ids": setting.ids,
         "device": device_name(setting.device),
         "threads": setting.threads,
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "torch": torch.__version__,
         "triton": triton_version(),
         "python": platform.python_version(),
