@@ -4,6 +4,10 @@ After a warm-up of every provider, round after round runs A B C A B C ...; a slo
 round. Reported are the 20th, 50th and 80th percentile of the wall time of single calls (rows also keep the least, for a machine
 that is never quiet). Directions: ``forward`` runs under no_grad (inference); ``forward+backward`` is a training step's part, with
 a fixed output gradient and the leaves' old gradients freed before the clock starts.
+
+With more than one thread on a CPU that others use too, OpenMP's spinning threads lose a scheduler slice (milliseconds) at the end
+of every parallel region, which hurts ops of many short regions most: one call can take seven times as long. There, either run with
+--threads 1 or set OMP_WAIT_POLICY=passive in the environment; rows record it.
 """
 
 import time

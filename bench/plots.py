@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.case import Op, Shape
+from bench.report import threads
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; a marker each, so that grey-scale prints work too.
 STYLES = (("#000000", "o"), ("#D55E00", "s"), ("#0072B2", "^"), ("#009E73", "D"), ("#CC79A7", "v"), ("#E69F00", "P"))
@@ -12,7 +13,7 @@ GRID = {"squeeze": False, "sharex": "col", "sharey": "row", "height_ratios": (1.
 PANELS = (
     ("ms_p50", "time of one call [ms]\n(median; band: 20 to 80 %)"),
     ("extra_mb", "extra memory\nat the peak [MB]"),
-    ("held_mb", "memory held\nbetween calls [MB]"),
+    ("held_mb", "memory held between\ncalls [MB] (0: not drawn)"),
 )
 
 
@@ -77,7 +78,7 @@ def finish(figure, grid, op: Op, row: dict) -> None:
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.965), "frameon": False}
     figure.legend(handles.values(), handles.keys(), ncols=len(handles), **place)
     commit = (row["git_commit"] or "no commit")[:9] + ("+" if row["git_dirty"] else "")
-    machine = f"{row['device']}, {row['threads']} threads, {row['dtype']}, torch {row['torch']}, {commit}"
+    machine = f"{row['device']}, {threads(row['threads'])}, {row['dtype']}, torch {row['torch']}, {commit}"
     figure.suptitle(f"{op.name}   ({machine})", fontsize=11, y=0.988)
     figure.tight_layout(rect=(0, 0, 1, 0.945))
 

@@ -1,6 +1,7 @@
 """What a run leaves behind: the table on the terminal and one JSON row per provider, shape and direction."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from bench.memory import MB
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
     *("op", "provider", "shape", "dtype", "direction", "ms_min", "ms_p20", "ms_p50", "ms_p80", "runs"),
-    *("extra_mb", "held_mb", "rms_error", "max_error", "ids", "device", "threads", "torch", "triton", "python"),
+    *("extra_mb", "held_mb", "rms_error", "max_error", "ids", "device", "threads", "omp_wait_policy", "torch", "triton", "python"),
     *("git_commit", "git_dirty", "utc", "command"),
 )
 HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "speed-up", "extra MB", "held MB", "rms error")
@@ -29,6 +30,7 @@ def provenance(setting: Setting, command: Sequence[str]) -> dict:
         "ids": setting.ids,
         "device": device_name(setting.device),
         "threads": setting.threads,
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "torch": torch.__version__,
         "triton": triton_version(),
         "python": platform.python_version(),
@@ -110,9 +112,13 @@ def table(rows: Sequence[dict]) -> str:
 
 def table_cells(row: dict, first: dict) -> tuple[str, ...]:
     extra = "-" if row["extra_mb"] is None else f"{row['extra_mb']:.1f}"
-    error = "-" if row["rms_error"] is None else f"{row['rms_error']:.1e}"
+    error = "-" if row["rms_error"] is None else f"{row['rms_error']:.1e}" if row["rms_error"] else "0"
     times = [f"{row[key]:.4g}" for key in ("ms_p20", "ms_p50", "ms_p80")]
     return (row["provider"], *times, f"{first['ms_p50'] / row['ms_p50']:.2f}x", extra, f"{row['held_mb']:.1f}", error)
+
+
+def threads(count: int) -> str:
+    return f"{count} thread" + "s" * (count > 1)
 
 
 def shape_text(shape: Shape) -> str:

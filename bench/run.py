@@ -95,7 +95,7 @@ def run(plan: Plan, out: Path, origin: Mapping) -> list[dict]:
     op, setting = plan.op, plan.setting
     errors = gate.check(op, plan.providers, setting)
     names = ", ".join(provider.name for provider in plan.providers)
-    print(f"{op.name}: {names} on {origin['device']}, {setting.threads} threads, {setting.dtype}")
+    print(f"{op.name}: {names} on {origin['device']}, {report.threads(setting.threads)}, {setting.dtype}")
     print("errors are against naive in fp64 at " + report.shape_text(op.small), flush=True)
     fits = [fitting(plan.providers, shape) for shape in plan.shapes]
     extra = measure_memory(plan, fits)
