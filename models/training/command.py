@@ -1,7 +1,6 @@
 """What train.py does with its arguments."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 from models.errors import UsageError
@@ -10,7 +9,7 @@ from models.settings import RunSettings, check, override, parse_assignments
 from models.training.folder import pretty
 from models.training.grid import parse_arms, train_grid
 from models.training.loop import train_run
-from models.training.report import markdown_table
+from models.training.report import write_report
 from models.training.shards import TokenData
 
 
@@ -39,9 +38,10 @@ def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
     data = TokenData.open(Path(settings.data.dir))
     out = Path(arguments.out)
     if arms:
-        print("\n" + train_grid(settings, arms, data, out, arguments.resume))
-        print(f"report: {out / 'table.md'}, {out / 'loss.png'}")
-        return 0
-    result = train_run(settings, data, out, arguments.resume, label=settings.arm.parts)
-    print("\n" + markdown_table([{"arm": settings.arm.parts, **dataclasses.asdict(settings.arm), **result}]))
+        table = train_grid(settings, arms, data, out, arguments.resume)
+    else:
+        result = train_run(settings, data, out, arguments.resume, label=settings.arm.parts)
+        table = write_report(out, [{"arm": settings.arm.parts, "folder": str(out), **result}])
+    print("\n" + table)
+    print(f"report: {out / 'table.md'}, {out / 'loss.png'}")
     return 0

@@ -93,7 +93,8 @@ def _label_ends(axes: Any, ends: list[tuple[float, int, str, str]]) -> None:
         axes.annotate(
             f"{arm}  {value:.3f}", (tokens, last), xytext=(6, 0), textcoords="offset points", color=colour, va="center", fontsize=9
         )
-    axes.margins(x=0.12)
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, right + 0.16 * (right - left))  # room for the names
 
 
 def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
