@@ -25,7 +25,7 @@ $(VENV)/.text: requirements-text.txt $(VENV)/.base
 
 # Text and codes are made once; --resume continues a demo that was stopped, and keeps arms that are finished.
 demo: $(VENV)/.text
-	$(RUN) -m models.training.data prepare data/demo --source demo --tokenizer bpe:4096
+	$(RUN) -m models.data prepare data/demo --source demo --tokenizer bpe:4096
 	test -f data/demo/codes.safetensors || $(RUN) -m models.vocab.codes from-corpus data/demo
 	$(RUN) train.py --preset gpt2-tiny --data data/demo --arms $(DEMO_ARMS) $(DEMO_SETTINGS) --out runs/demo --resume
 	@echo "report: runs/demo/table.md and runs/demo/loss.png"

@@ -4,7 +4,7 @@
     python train.py --data data/demo --preset gpt2-tiny --arms table,tied,kron,sign --out runs/compare
 
 Every setting has a dotted name: `--set optim.lr=3e-4`, all of them with `--print-config`. Data folders are made by
-`python -m models.training.data prepare`.
+`python -m models.data prepare`.
 """
 
 import argparse

@@ -44,7 +44,7 @@ class ArmSettings:
 class DataSettings:
     """What is read."""
 
-    dir: str = ""  # folder made by `python -m models.training.data prepare`
+    dir: str = ""  # folder made by `python -m models.data prepare`
     codes: str = ""  # sign codes file; empty: codes.safetensors in the data folder
     seq_len: int = 0  # tokens per row; 0 takes the preset's
 

@@ -47,8 +47,8 @@ def data_dir(tmp_path_factory) -> Path:
     """Prepared synthetic text with a byte-level BPE of 320 and random 64-bit sign codes."""
     from support import synthetic_text
 
-    from models.training.prepare import PrepareSettings, prepare
-    from models.training.text import ReadOptions, open_source
+    from models.data.prepare import PrepareSettings, prepare
+    from models.data.text import ReadOptions, open_source
     from models.vocab.sign_codes import random_codes
 
     root = tmp_path_factory.mktemp("text")
@@ -65,7 +65,7 @@ def prepared(tmp_path_factory) -> Path:
     """Prepared documents with awkward characters (tests/data_support.py)."""
     from data_support import SETTINGS, Listed, some_documents
 
-    from models.training.prepare import prepare
+    from models.data.prepare import prepare
 
     out = tmp_path_factory.mktemp("data") / "set"
     prepare(out, [Listed(some_documents())], SETTINGS)

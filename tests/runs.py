@@ -1,8 +1,8 @@
 """Small training runs for the tests."""
 
+from models.data.shards import TokenData
 from models.settings import ArmSettings, RunSettings, override
 from models.training.loop import train_run
-from models.training.shards import TokenData
 
 
 def settings_for(data_dir, arm="table/table/none/float", **changes):

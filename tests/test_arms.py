@@ -8,10 +8,10 @@ import torch
 from models.account import Account
 from models.arm import ModelDescription, build_model
 from models.bodies import BODIES
+from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.presets import describe, parse_arm
 from models.settings import ArmSettings, RunSettings, check, override
-from models.training.shards import TokenData
 from models.vocab.fixed_data import blank_data, id_bits, load_data
 
 INTERFACES = ("table", "binary", "gf2", "sign", "kron")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from data_support import Listed, some_documents
 
+from models.data.batches import Batches, batch_hash, permuted, validation_windows
+from models.data.prepare import PrepareSettings, prepare
+from models.data.shards import TokenData
 from models.errors import UserError
-from models.training.batches import permuted
-from models.training.data import Batches, TokenData, batch_hash, validation_windows
-from models.training.prepare import PrepareSettings, prepare
 
 
 @pytest.mark.parametrize(("tokens", "seq_len"), [(9, 8), (100, 7), (105, 7), (64, 1), (500, 16)])

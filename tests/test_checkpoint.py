@@ -6,12 +6,12 @@ import pytest
 import torch
 from runs import settings_for, train
 
+from models.data.shards import TokenData
 from models.errors import UserError
 from models.evaluation.loss import evaluate_loss
 from models.files import read_json, sha256, write_json
 from models.settings import RunSettings
 from models.training.checkpoint import MANIFEST, find_checkpoint, latest_checkpoint, open_checkpoint
-from models.training.shards import TokenData
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from vocab_samples import byte_level
 
 from models.cli import run_cli
+from models.data.__main__ import main as data_main
+from models.data.shards import TokenData
 from models.errors import UsageError, UserError
-from models.training.data import TokenData
-from models.training.data import main as data_main
 from models.vocab import gf2
 from models.vocab.codes import main
 from models.vocab.prior import log_unigram_prior

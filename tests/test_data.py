@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from data_support import SETTINGS, Listed, some_documents
 
+from models.data import prepare as prepare_module
+from models.data.__main__ import main
+from models.data.prepare import PrepareSettings, in_validation, prepare
+from models.data.shards import ShardWriter, TokenData, TokenStream, token_dtype
+from models.data.text import Document, ReadOptions, open_source
 from models.errors import UsageError, UserError
-from models.training import prepare as prepare_module
-from models.training.data import TokenData, TokenStream, main
-from models.training.prepare import PrepareSettings, in_validation, prepare
-from models.training.shards import ShardWriter, token_dtype
-from models.training.text import Document, ReadOptions, open_source
 from models.vocab.tokenizer import train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,7 +142,7 @@ def test_interrupted_prepare_leaves_no_directory(tmp_path):
 def test_killed_prepare_leaves_nothing_that_opens(tmp_path):
     """os._exit runs no clean-up, like SIGKILL; here just before the manifest is written."""
     script = (
-        "import os, sys\nfrom models.training import prepare\nfrom models.training.text import open_source\n"
+        "import os, sys\nfrom models.data import prepare\nfrom models.data.text import open_source\n"
         "prepare.write_json = lambda path, value: os._exit(9)\n"
         "settings = prepare.PrepareSettings('bpe:300', 0.3)\n"
         "prepare.prepare(sys.argv[2], [open_source(sys.argv[1])], settings)\n"
@@ -285,7 +285,7 @@ def test_shards_join_to_what_was_written(tmp_path, vocab_size, dtype, pieces):
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "models.training.data", *map(str, arguments)]
+    command = [sys.executable, "-m", "models.data", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -312,7 +312,7 @@ def test_all_argument_problems_come_at_once(tmp_path):
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys, models.training.data as data; data.build_parser(); print({'torch', 'datasets'} & set(sys.modules))"
+    code = "import sys, models.data.__main__ as data; data.build_parser(); print({'torch', 'datasets'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "set()\n"
     done = run("prepare", "--help")
     assert done.returncode == 0 and "--document-bytes" in done.stdout

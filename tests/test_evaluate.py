@@ -12,10 +12,10 @@ import pytest
 import torch
 from runs import train
 
+from models.data.shards import TokenData
 from models.evaluation.loss import evaluate_loss
 from models.files import read_json
 from models.training.checkpoint import find_checkpoint
-from models.training.shards import TokenData
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,8 +87,8 @@ def test_works_from_another_folder(run, tmp_path):
 def test_another_tokenizer_is_refused(data_dir, run, tmp_path):
     from support import synthetic_text
 
-    from models.training.prepare import PrepareSettings, prepare
-    from models.training.text import ReadOptions, open_source
+    from models.data.prepare import PrepareSettings, prepare
+    from models.data.text import ReadOptions, open_source
 
     (tmp_path / "text.txt").write_text(synthetic_text(600, seed=5), encoding="utf-8")
     source = open_source(str(tmp_path / "text.txt"), ReadOptions(document_bytes=2000))

@@ -54,7 +54,7 @@ def test_ops_import_without_triton(op):
 
 
 @pytest.mark.parametrize("command", [
-    ["train.py"], ["evaluate.py"], ["-m", "models.presets"], ["-m", "models.training.data"], ["-m", "models.vocab.codes"],
+    ["train.py"], ["evaluate.py"], ["-m", "models.presets"], ["-m", "models.data"], ["-m", "models.vocab.codes"],
     ["-m", "bench"],
 ])  # fmt: skip
 def test_help_imports_no_torch(command):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from models.data import packaged_text
+from models.data.packaged_text import PackagedSource, read_kjv, read_pubmed, read_wikipedia
+from models.data.text import ReadOptions, clean, open_source
+from models.data.wikitext import strip_markup
 from models.errors import UsageError, UserError
-from models.training import packaged_text
-from models.training.packaged_text import PackagedSource, read_kjv, read_pubmed, read_wikipedia
-from models.training.text import ReadOptions, clean, open_source
-from models.training.wikitext import strip_markup
 
 
 def texts(spec: object, **options: object) -> list[str]:

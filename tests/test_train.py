@@ -13,13 +13,13 @@ import torch
 from runs import settings_for, train
 from safetensors.torch import load_file
 
+from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.files import read_json
 from models.training.checkpoint import find_checkpoint, latest_checkpoint
 from models.training.grid import check_same_batches, parse_arms, train_grid
 from models.training.loop import Run, train_run
 from models.training.progress import read_metrics
-from models.training.shards import TokenData
 from models.training.signals import Stopped
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.evaluation.loss import Score, evaluate_loss
 from models.files import write_json
@@ -12,7 +13,6 @@ from models.settings import RunSettings, from_nested, override
 from models.training.checkpoint import Checkpoint, find_checkpoint
 from models.training.loop import choose_device
 from models.training.report import markdown_table
-from models.training.shards import TokenData
 
 COLUMNS = (
     ("checkpoint", lambda r: r["name"]),
@@ -58,7 +58,7 @@ def score(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Score:
     if data.tokenizer.fingerprint != checkpoint.state["tokenizer"]:
         raise UserError(
             f"{data.folder}: its tokenizer is not the one {checkpoint.path} was trained with; prepare the text with that one: "
-            f"python -m models.training.data prepare OUT --tokenizer {checkpoint.path / 'tokenizer.json'} ..."
+            f"python -m models.data prepare OUT --tokenizer {checkpoint.path / 'tokenizer.json'} ..."
         )
     model = checkpoint.load_model(impl=arguments.impl).to(choose_device(arguments.device))
     stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")

@@ -11,7 +11,7 @@ from models.vocab.heads import IGNORE
 
 if TYPE_CHECKING:
     from models.arm import LanguageModel
-    from models.training.shards import TokenStream
+    from models.data.shards import TokenStream
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def evaluate_loss(
 
     ``byte_lengths`` int [V]: bytes of each token. Leaves the model's mode and the random state as they were.
     """
-    from models.training.batches import validation_windows
+    from models.data.batches import validation_windows
 
     device = next(model.parameters()).device
     was_training, nats, targets_seen, bytes_seen = model.training, 0.0, 0, 0

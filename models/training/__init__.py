@@ -1,1 +1,1 @@
-"""Token shards, the training loop, checkpoints, the grid of matched arms and its report."""
+"""The training loop, checkpoints, the grid of matched arms and its report."""

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from models.data.shards import TokenData
 from models.errors import UsageError
 from models.presets import preset_changes
 from models.settings import RunSettings, check, override, parse_assignments
@@ -10,7 +11,6 @@ from models.training.folder import pretty
 from models.training.grid import parse_arms, train_grid
 from models.training.loop import train_run
 from models.training.report import write_report
-from models.training.shards import TokenData
 
 
 def resolve(flags: dict[str, str], assignments: list[str]) -> RunSettings:
@@ -34,7 +34,7 @@ def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
         print(pretty(settings))
         return 0
     if not settings.data.dir:
-        raise UsageError("give a folder with --data (make one: python -m models.training.data prepare data/demo --source demo)")
+        raise UsageError("give a folder with --data (make one: python -m models.data prepare data/demo --source demo)")
     data = TokenData.open(Path(settings.data.dir))
     out = Path(arguments.out)
     if arms:

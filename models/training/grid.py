@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.files import write_json
 from models.presets import ARMS, find_preset, parse_arm
@@ -11,7 +12,6 @@ from models.settings import ArmSettings, RunSettings, check, flatten
 from models.training.loop import train_run
 from models.training.progress import read_metrics
 from models.training.report import write_report
-from models.training.shards import TokenData
 
 
 def parse_arms(text: str, base: ArmSettings) -> dict[str, ArmSettings]:

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from models.account import Account
 from models.arm import LanguageModel, build_model
+from models.data.batches import Batches, batch_hash
+from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.evaluation.loss import Score, evaluate_loss
 from models.files import write_json
 from models.presets import describe
 from models.settings import RunSettings
-from models.training.batches import Batches, batch_hash
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
 from models.training.folder import begin, claim, read_result, record
 from models.training.progress import Metrics, ProgressLine, read_metrics
 from models.training.schedule import build_optimizer, learning_rate
-from models.training.shards import TokenData
 from models.training.signals import Stopped, StopRequest
 from models.vocab.fixed_data import load_data
 from models.vocab.heads import IGNORE

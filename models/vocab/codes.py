@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     table.add_argument("--vocab-size", type=int, metavar="V", help="with padding ids up to this size")
     table.add_argument("--examples", type=int, default=5, metavar="N", help="collisions to show (default %(default)s)")
     prior = _add(commands, "prior", run_prior, "log unigram frequencies", "Report (and write) the prior of prepared data.")
-    prior.add_argument("data", metavar="DATA", help="a directory that `python -m models.training.data prepare` wrote")
+    prior.add_argument("data", metavar="DATA", help="a directory that `python -m models.data prepare` wrote")
     prior.add_argument("--unseen", default="log1n", help="for tokens never seen: log1n (default), median, percentile:Q")
     _add_output(prior, "write the prior, fp32 [V], to this .npy file")
     _add_readers(commands)
@@ -66,7 +66,7 @@ def _add_makers(commands) -> None:
     _add_output(make, "the file to write (.safetensors)", required=True)
     corpus = _add(commands, "from-corpus", run_from_corpus, "sign codes of the company tokens keep in prepared data",
                   "Signs of the principal components of the tokens' co-occurrence (PPMI) in the training split.")  # fmt: skip
-    corpus.add_argument("data", metavar="DATA", help="a directory that `python -m models.training.data prepare` wrote")
+    corpus.add_argument("data", metavar="DATA", help="a directory that `python -m models.data prepare` wrote")
     corpus.add_argument("--window", type=int, default=4, metavar="N", help="tokens on either side that count (default %(default)s)")
     corpus.add_argument("--contexts", type=int, default=1024, metavar="N", help="frequent tokens that count (default %(default)s)")
     corpus.add_argument("--seed", type=int, default=0, help="of the codes of tokens that never occur (default %(default)s)")
@@ -123,7 +123,7 @@ def run_from_embedding(arguments: argparse.Namespace) -> None:
 
 def run_from_corpus(arguments: argparse.Namespace) -> None:
     """Make sign codes of prepared data."""
-    from models.training.shards import TokenData
+    from models.data.shards import TokenData
     from models.vocab.sign_codes import from_corpus
 
     target = _target(arguments.output or str(Path(arguments.data) / "codes.safetensors"), arguments.overwrite)
@@ -181,7 +181,7 @@ def run_prior(arguments: argparse.Namespace) -> None:
     """Report the prior of prepared data."""
     import numpy as np
 
-    from models.training.shards import TokenData
+    from models.data.shards import TokenData
     from models.vocab.prior import log_unigram_prior
 
     target = _target(arguments.output, arguments.overwrite)

@@ -11,7 +11,7 @@ from models.errors import UserError
 from models.settings import ArmSettings
 
 if TYPE_CHECKING:
-    from models.training.shards import TokenData
+    from models.data.shards import TokenData
 
 
 @dataclass(frozen=True)

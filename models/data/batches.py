@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from models.data.shards import TokenStream
 from models.errors import UserError
-from models.training.shards import TokenStream
 
-if TYPE_CHECKING:  # torch takes seconds to import, and the command line of models.training.data does not need it
+if TYPE_CHECKING:  # torch takes seconds to import, and the command line of models.data does not need it
     import torch
 
 IGNORED = -100  # the target that a loss leaves out

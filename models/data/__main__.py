@@ -1,11 +1,8 @@
-"""Text for training, prepared once and then read by every arm.
+"""Prepare text for training, and look at it.
 
-    python -m models.training.data prepare data/demo --source demo --tokenizer bpe:4096
-    python -m models.training.data prepare data/mine --source notes/ --source 'corpus/*.jsonl' --text-field body
-    python -m models.training.data inspect data/demo
-
-This module is also where the rest of the program gets its data: ``TokenData.open(directory)`` checks and opens what ``prepare``
-wrote, ``Batches`` cuts the training split into rows, ``validation_windows`` walks through the validation split.
+    python -m models.data prepare data/demo --source demo --tokenizer bpe:4096
+    python -m models.data prepare data/mine --source notes/ --source 'corpus/*.jsonl' --text-field body
+    python -m models.data inspect data/demo
 """
 
 import argparse
@@ -16,21 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
-from models.training.batches import Batches, batch_hash, validation_windows
-from models.training.shards import TokenData, TokenStream
 
 if TYPE_CHECKING:
-    from models.training.prepare import PrepareSettings
-    from models.training.text import Source
-
-__all__ = ["Batches", "TokenData", "TokenStream", "batch_hash", "validation_windows"]
+    from models.data.prepare import PrepareSettings
+    from models.data.shards import TokenData
+    from models.data.text import Source
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. Numbers stay text here, so that all that is wrong with them can be said at once."""
-    parser = argparse.ArgumentParser(prog="python -m models.training.data", description="Prepare text for training; look at it.")
+    parser = argparse.ArgumentParser(prog="python -m models.data", description="Prepare text for training; look at it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prepare = commands.add_parser("prepare", help="turn text into tokens", description="Turn text into shards of tokens.")
     prepare.add_argument("out", metavar="OUT", help="the directory to write; it must not exist, or hold the same data")
@@ -82,7 +76,7 @@ def main(argv: list[str]) -> None:
 def run_prepare(args: argparse.Namespace) -> None:
     """``prepare``: raises UsageError with every problem of the arguments."""
     sources, settings = _sources_and_settings(args)
-    from models.training.prepare import prepare
+    from models.data.prepare import prepare
 
     show = _show_progress if sys.stdout.isatty() else lambda line: None
     data, reused = prepare(args.out, sources, settings, overwrite=args.overwrite, progress=show)
@@ -93,8 +87,8 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 
 def _sources_and_settings(args: argparse.Namespace) -> tuple[list["Source"], "PrepareSettings"]:
-    from models.training.prepare import BPE, PrepareSettings
-    from models.training.text import ReadOptions, open_source
+    from models.data.prepare import BPE, PrepareSettings
+    from models.data.text import ReadOptions, open_source
     from models.vocab.tokenizer import load_tokenizer
 
     problems: list[str] = []
@@ -150,13 +144,15 @@ def run_inspect(args: argparse.Namespace) -> None:
     size = _whole_number("tokens", args.tokens, problems)
     if problems:
         raise UsageError(problems[0])
+    from models.data.shards import TokenData
+
     data = TokenData.open(args.directory)
     print("\n".join(summary(data)))
     for name, stream in (("train", data.train), ("validation", data.validation)):
         print(f"\n{name} begins:\n{data.tokenizer.decode(stream[:size])}")
 
 
-def summary(data: TokenData) -> list[str]:
+def summary(data: "TokenData") -> list[str]:
     """Lines about prepared data: sizes of the splits, tokenizer, fingerprint, sources."""
     manifest = data.manifest
     lines = [f"{'split':<12}{'documents':>12}{'bytes':>16}{'tokens':>16}{'bytes/token':>13}{'shards':>8}"]

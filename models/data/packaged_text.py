@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from models.data.text import Document, clean
+from models.data.wikitext import INVISIBLE, strip_markup
 from models.errors import UserError
 from models.files import sha256
-from models.training.text import Document, clean
-from models.training.wikitext import INVISIBLE, strip_markup
 
 SHORTEST_ARTICLE = 400  # bytes; what is shorter after stripping is a list or a disambiguation page
 

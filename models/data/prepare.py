@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UsageError, UserError
-from models.files import new_folder, read_json, sha256, write_json
-from models.training.shards import (
+from models.data.shards import (
     COUNTS,
     FORMAT,
     FORMAT_VERSION,
@@ -27,7 +25,9 @@ from models.training.shards import (
     fingerprint,
     token_dtype,
 )
-from models.training.text import Document, Source
+from models.data.text import Document, Source
+from models.errors import UsageError, UserError
+from models.files import new_folder, read_json, sha256, write_json
 from models.vocab.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 BPE = "bpe:"

@@ -71,7 +71,7 @@ def open_source(spec: str, options: ReadOptions | None = None) -> Source:
         UsageError: no such file or name.
         UserError: the package that carries the text is not installed.
     """
-    from models.training.packaged_text import PACKAGED, PackagedSource
+    from models.data.packaged_text import PACKAGED, PackagedSource
 
     options = options or ReadOptions()
     if spec in PACKAGED:

@@ -124,7 +124,7 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: str | Path, verify: str = "full") -> "TokenData":
-        """Open and check a directory that ``python -m models.training.data prepare`` wrote.
+        """Open and check a directory that ``python -m models.data prepare`` wrote.
 
         Args:
             folder: the directory.
@@ -156,7 +156,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         UserError: see :meth:`TokenData.open`.
     """
     path = folder / MANIFEST
-    command = f"python -m models.training.data prepare {folder} --source demo"
+    command = f"python -m models.data prepare {folder} --source demo"
     if not path.is_file():
         what = "is not prepared data (it has no manifest.json)" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; make it with, for example: {command}")
