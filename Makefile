@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 
 DEMO_ARMS     := table,tied,binary,gf2,sign,kron,sign-bitnet
-DEMO_SETTINGS := --steps 300 --batch-size 8 --lr 3e-3 --set optim.min_lr=3e-4
+DEMO_SETTINGS := --steps 240 --batch-size 8 --lr 3e-3 --set optim.min_lr=3e-4
 
 .PHONY: demo test test-slow lint bench clean
 
