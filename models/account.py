@@ -18,6 +18,7 @@ class Account:
     body_parameters: int
     head_parameters: int  # output table or map, without the prior; 0 when tied
     prior_parameters: int
+    fixed_numbers: int  # floating numbers that are used like parameters and never trained (a fixed prior)
     buffer_bytes: int
     optimizer_bytes: int
     flops_per_token: int  # multiplications and additions of one training step (forward, backward); look-ups, norms left out
@@ -27,7 +28,7 @@ class Account:
         return self.interface_parameters + self.body_parameters + self.head_parameters + self.prior_parameters
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"trainable_parameters": self.trainable}
+        return asdict(self) | {"trainable_parameters": self.trainable, "total_parameters": self.trainable + self.fixed_numbers}
 
     @staticmethod
     def of(model: LanguageModel, seq_len: int) -> "Account":
@@ -38,6 +39,7 @@ class Account:
             body_parameters=count(model.body),
             head_parameters=count(model.head) - prior,
             prior_parameters=prior,
+            fixed_numbers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
             buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
             optimizer_bytes=ADAMW_BYTES * count(model),
             flops_per_token=round(_interface_flops(model) + model.body.flops_per_token(seq_len) + _head_flops(model)),

@@ -102,22 +102,28 @@ def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 def override(settings: RunSettings, changes: dict[str, Any]) -> RunSettings:
     """Settings with ``changes`` (dotted name -> value or its text) applied. Raises UsageError that lists every problem."""
-    known, problems = flatten(settings), []
+    settings, wrong = apply(settings, changes)
+    if wrong:
+        raise UsageError("\n".join(wrong))
+    return settings
+
+
+def apply(settings: RunSettings, changes: dict[str, Any]) -> tuple[RunSettings, list[str]]:
+    """Settings with those of the ``changes`` that can be, and what is wrong with the others."""
+    known, wrong = flatten(settings), []
     for name, value in changes.items():
         if name not in known:
-            problems.append(unknown_name("setting", name, known))
+            wrong.append(unknown_name("setting", name, known))
             continue
         section, leaf = name.split(".")
         part = getattr(settings, section)
         try:
             value = coerce(value, get_type_hints(type(part))[leaf])
         except ValueError as error:
-            problems.append(f"{name}: {error}")
+            wrong.append(f"{name}: {error}")
             continue
         settings = dataclasses.replace(settings, **{section: dataclasses.replace(part, **{leaf: value})})
-    if problems:
-        raise UsageError("\n".join(problems))
-    return settings
+    return settings, wrong
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, str]:
@@ -178,24 +184,28 @@ def _as_float(value: Any) -> float:
 
 def check(settings: RunSettings) -> None:
     """Raise UsageError that lists every setting which is out of range or makes no sense beside another."""
-    problems = _arm_problems(settings.arm) + _number_problems(settings)
-    if problems:
-        raise UsageError("\n".join(problems))
+    if found := problems(settings):
+        raise UsageError("\n".join(found))
+
+
+def problems(settings: RunSettings) -> list[str]:
+    """Everything that ``check`` complains about."""
+    return _arm_problems(settings.arm) + _number_problems(settings)
 
 
 def _arm_problems(arm: ArmSettings) -> list[str]:
-    problems = []
+    found = []
     if arm.head == "tied" and arm.interface != "table":
-        problems.append(
+        found.append(
             f"arm.head=tied reuses the input table, and interface {arm.interface!r} has none: use head table (learned) or code"
         )
     if arm.impl == "fused":
-        problems.append("arm.impl=fused: there are no Triton kernels in this version; use auto, eager or naive")
+        found.append("arm.impl=fused: there are no Triton kernels in this version; use auto, eager or naive")
     if arm.positions < 4:
-        problems.append(f"arm.positions must be at least 4 (the length of a special token's reserved code), got {arm.positions}")
+        found.append(f"arm.positions must be at least 4 (the length of a special token's reserved code), got {arm.positions}")
     if arm.input_scale < 0:
-        problems.append(f"arm.input_scale must be positive, or 0 for the preset's own, got {arm.input_scale}")
-    return problems
+        found.append(f"arm.input_scale must be positive, or 0 for the preset's own, got {arm.input_scale}")
+    return found
 
 
 def _number_problems(settings: RunSettings) -> list[str]:
@@ -205,15 +215,15 @@ def _number_problems(settings: RunSettings) -> list[str]:
         *("data.seq_len", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip"),
         *("train.micro_batch_size", "train.seed", "train.eval_every", "train.eval_rows", "train.save_every"),
     )
-    problems = [f"{name} must be at least 1, got {flat[name]}" for name in at_least_one if flat[name] < 1]
-    problems += [f"{name} must not be negative, got {flat[name]}" for name in not_negative if flat[name] < 0]
+    found = [f"{name} must be at least 1, got {flat[name]}" for name in at_least_one if flat[name] < 1]
+    found += [f"{name} must not be negative, got {flat[name]}" for name in not_negative if flat[name] < 0]
     optim, train = settings.optim, settings.train
     if optim.min_lr > optim.lr:
-        problems.append(f"optim.min_lr ({optim.min_lr:g}) must not exceed optim.lr ({optim.lr:g})")
+        found.append(f"optim.min_lr ({optim.min_lr:g}) must not exceed optim.lr ({optim.lr:g})")
     betas = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
-    problems += [f"{name} must lie in [0, 1), got {beta:g}" for name, beta in betas.items() if not 0 <= beta < 1]
+    found += [f"{name} must lie in [0, 1), got {beta:g}" for name, beta in betas.items() if not 0 <= beta < 1]
     if optim.eps <= 0:
-        problems.append(f"optim.eps must be positive, got {optim.eps:g}")
+        found.append(f"optim.eps must be positive, got {optim.eps:g}")
     if train.micro_batch_size > train.batch_size:
-        problems.append(f"train.micro_batch_size ({train.micro_batch_size}) must not exceed train.batch_size ({train.batch_size})")
-    return problems
+        found.append(f"train.micro_batch_size ({train.micro_batch_size}) must not exceed train.batch_size ({train.batch_size})")
+    return found

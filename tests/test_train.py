@@ -214,6 +214,7 @@ def test_command_line_end_to_end(data_dir, tmp_path):
 @pytest.mark.parametrize("arguments, code, message", [
     (["--interface", "kronn"], 2, "did you mean kron?"),
     (["--set", "optim.lrr=1", "--steps", "x"], 2, "did you mean optim.lr"),
+    (["--set", "optim.lrr=1", "--interface", "kron", "--head", "tied"], 2, "did you mean optim.lr?\narm.head=tied"),
     (["--interface", "kron", "--head", "tied"], 2, "has none"),
     (["--preset", "gpt2-tny"], 2, "did you mean gpt2-tiny"),
     (["--arms", "table", "--head", "code"], 2, "--arms chooses arm.head itself"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from models.data.shards import TokenData
 from models.errors import UsageError
 from models.presets import preset_changes
-from models.settings import RunSettings, check, override, parse_assignments
+from models.settings import RunSettings, apply, override, parse_assignments, problems
 from models.training.folder import pretty
 from models.training.grid import parse_arms, train_grid
 from models.training.loop import train_run
@@ -16,11 +16,12 @@ from models.training.report import write_report
 def resolve(flags: dict[str, str], assignments: list[str]) -> RunSettings:
     """Settings from, weakest first: defaults, the preset, the flags, --set. Raises UsageError that lists every problem."""
     changes = flags | parse_assignments(assignments)
-    preset = changes.get("arm.preset", RunSettings().arm.preset)
-    settings = override(RunSettings(), preset_changes(preset) | changes)
+    recipe = preset_changes(changes.get("arm.preset", RunSettings().arm.preset))
+    settings, wrong = apply(RunSettings(), recipe | changes)
     if settings.data.seq_len == 0:
-        settings = override(settings, {"data.seq_len": preset_changes(preset)["data.seq_len"]})
-    check(settings)
+        settings = override(settings, {"data.seq_len": recipe["data.seq_len"]})
+    if wrong := wrong + problems(settings):
+        raise UsageError("\n".join(wrong))
     return settings
 
 
