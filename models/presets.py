@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     import json
 
-    from models.training.report import format_bytes, format_count, markdown_table
+    from models.tables import format_bytes, format_count, markdown_table
 
     names = arguments.names or list(PRESETS)
     rows = list_presets(names)

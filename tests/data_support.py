@@ -2,8 +2,8 @@
 
 import random
 
+from models.data.document import Document
 from models.data.prepare import PrepareSettings
-from models.data.text import Document
 
 SETTINGS = PrepareSettings(tokenizer="bpe:300", validation_fraction=0.2, seed=1)
 

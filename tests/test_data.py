@@ -13,9 +13,10 @@ from data_support import SETTINGS, Listed, some_documents
 
 from models.data import prepare as prepare_module
 from models.data.__main__ import main
+from models.data.document import Document
 from models.data.prepare import PrepareSettings, in_validation, prepare
 from models.data.shards import ShardWriter, TokenData, TokenStream, token_dtype
-from models.data.text import Document, ReadOptions, open_source
+from models.data.text import ReadOptions, open_source
 from models.errors import UsageError, UserError
 from models.vocab.tokenizer import train_bpe
 
@@ -247,7 +248,7 @@ def test_quick_check_trusts_contents_but_not_sizes(copy):
 
 
 def test_missing_directory_names_the_command(tmp_path):
-    with pytest.raises(UserError, match=r"nothing does not exist; make it with.*models\.training\.data prepare .*nothing"):
+    with pytest.raises(UserError, match=r"nothing does not exist; make it with.*models\.data prepare .*nothing"):
         TokenData.open(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"has no manifest\.json"):
         TokenData.open(tmp_path)

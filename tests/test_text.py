@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from models.data import packaged_text
+from models.data.document import clean
 from models.data.packaged_text import PackagedSource, read_kjv, read_pubmed, read_wikipedia
-from models.data.text import ReadOptions, clean, open_source
+from models.data.text import ReadOptions, open_source
 from models.data.wikitext import strip_markup
 from models.errors import UsageError, UserError
 

@@ -15,9 +15,9 @@ from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
 
 if TYPE_CHECKING:
+    from models.data.document import Source
     from models.data.prepare import PrepareSettings
     from models.data.shards import TokenData
-    from models.data.text import Source
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from models.data.text import Document, clean
+from models.data.document import Document, clean
 from models.data.wikitext import INVISIBLE, strip_markup
 from models.errors import UserError
 from models.files import sha256

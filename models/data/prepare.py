@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from models.data.document import Document, Source
 from models.data.shards import (
     COUNTS,
     FORMAT,
@@ -25,7 +26,6 @@ from models.data.shards import (
     fingerprint,
     token_dtype,
 )
-from models.data.text import Document, Source
 from models.errors import UsageError, UserError
 from models.files import new_folder, read_json, sha256, write_json
 from models.vocab.tokenizer import Tokenizer, load_tokenizer, train_bpe

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from models.data.document import Document, Source, clean
 from models.errors import UsageError, UserError, unknown_name
 from models.files import sha256
 
@@ -23,23 +24,6 @@ PARQUET_SUFFIXES = (".parquet",)
 HUB = "hub:"
 WILDCARD = re.compile(r"[*?\[]")
 _log = logging.getLogger("tablefree.text")
-
-
-class Document(NamedTuple):
-    """One text. ``id`` is stable: a path, a title, or a hash of the text."""
-
-    id: str
-    text: str
-
-
-class Source(Protocol):
-    """Something that yields the same documents in the same order every time it is asked."""
-
-    def documents(self) -> Iterator[Document]:
-        """The documents. Raises UserError naming the file and line of what cannot be read."""
-
-    def describe(self) -> dict[str, Any]:
-        """What identifies the input (names, versions, hashes of contents) as JSON values, for the manifest."""
 
 
 @dataclass(frozen=True)
@@ -241,9 +225,3 @@ def _record(record: Any, text_field: str, where: str) -> Document:
         raise UserError(f"{where}: the field {text_field!r} holds {kind}, expected text; choose it with --text-field")
     text = clean(text or "")
     return Document(hashlib.sha256(text.encode()).hexdigest()[:32], text)
-
-
-def clean(text: str) -> str:
-    """Line ends become ``\\n``; a byte order mark, lone surrogates (which have no UTF-8) and white space at both ends go."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").lstrip("\ufeff")
-    return text.encode("utf-8", "ignore").decode("utf-8").strip()

@@ -10,9 +10,9 @@ from models.errors import UsageError, UserError
 from models.evaluation.loss import Score, evaluate_loss
 from models.files import write_json
 from models.settings import RunSettings, from_nested, override
+from models.tables import markdown_table
 from models.training.checkpoint import Checkpoint, find_checkpoint
 from models.training.loop import choose_device
-from models.training.report import markdown_table
 
 COLUMNS = (
     ("checkpoint", lambda r: r["name"]),

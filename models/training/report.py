@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import write_text
+from models.tables import format_bytes, format_count, markdown_table
 from models.training.progress import read_metrics
 
 COLUMNS = (
@@ -20,34 +21,9 @@ COLUMNS = (
 )
 
 
-def format_count(n: int) -> str:
-    """``1234567`` -> ``1.235 M``."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if n >= size:
-            return f"{n / size:.3f} {unit}"
-    return str(n)
-
-
-def format_bytes(n: int) -> str:
-    """``1234567`` -> ``1.23 MB`` (decimal units)."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n} B"
-
-
-def markdown_table(results: list[dict[str, Any]], columns: tuple = COLUMNS) -> str:
-    """One row per result, columns aligned so that the text reads as a table too."""
-    rows = [[title for title, _ in columns], *([cell(r) for _, cell in columns] for r in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    rule = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
-    lines = [[row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]]) + "\n"
-
-
 def write_report(out: Path, results: list[dict[str, Any]]) -> str:
     """Write ``table.md`` and ``loss.png`` into ``out``; returns the table."""
-    table = markdown_table(results)
+    table = markdown_table(results, COLUMNS)
     write_text(out / "table.md", table)
     draw_curves(out / "loss.png", {r["arm"]: read_metrics(Path(r["folder"]) / "metrics.jsonl") for r in results})
     return table
