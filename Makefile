@@ -4,7 +4,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 
 DEMO_ARMS     := table,tied,binary,gf2,sign,kron,sign-bitnet
-DEMO_SETTINGS := --steps 240 --batch-size 8 --lr 3e-3 --set optim.min_lr=3e-4
+DEMO_SETTINGS := --steps 240 --batch-size 8 --lr 3e-3 --set optim.min_lr=3e-4 --set train.eval_every=40
 
 .PHONY: demo test test-slow lint bench clean
 
@@ -28,7 +28,6 @@ demo: $(VENV)/.text
 	$(RUN) -m models.data prepare data/demo --source demo --tokenizer bpe:4096
 	test -f data/demo/codes.safetensors || $(RUN) -m models.vocab.codes from-corpus data/demo
 	$(RUN) train.py --preset gpt2-tiny --data data/demo --arms $(DEMO_ARMS) $(DEMO_SETTINGS) --out runs/demo --resume
-	@echo "report: runs/demo/table.md and runs/demo/loss.png"
 
 test: $(VENV)/.dev
 	$(RUN) -m pytest

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import settings_for, train
 from safetensors.torch import load_file
 
 from models.data.shards import TokenData
@@ -21,6 +20,7 @@ from models.training.grid import check_same_batches, parse_arms, train_grid
 from models.training.loop import Run, train_run
 from models.training.progress import read_metrics
 from models.training.signals import Stopped
+from runs import settings_for, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -263,3 +263,9 @@ def test_kill_leaves_a_loadable_checkpoint(data_dir, tmp_path):
     step = find_checkpoint(tmp_path).step
     assert step >= 4
     find_checkpoint(tmp_path).load_model()
+
+
+def test_tensorboard_is_optional_and_named_when_missing(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match="pip install tensorboard"):
+        train(data_dir, tmp_path, train__tensorboard=True)
