@@ -8,17 +8,19 @@ Every setting has a dotted name: `--set optim.lr=3e-4`, all of them with `--prin
 """
 
 import argparse
+from typing import get_args
 
 from models.cli import add_common_flags, run_cli
+from models.settings import Head, Impl, Interface, Linear, Prior
 
 # flag -> the setting it stands for
 FLAGS = {
     "preset": ("arm.preset", "body and sizes; `python -m models.presets` lists them"),
-    "interface": ("arm.interface", "table, binary, gf2, sign or kron"),
-    "head": ("arm.head", "table, tied or code"),
-    "prior": ("arm.prior", "none, fixed or trained"),
-    "linear": ("arm.linear", "float or bitnet"),
-    "impl": ("arm.impl", "auto, naive, eager or fused"),
+    "interface": ("arm.interface", ", ".join(get_args(Interface))),
+    "head": ("arm.head", ", ".join(get_args(Head))),
+    "prior": ("arm.prior", ", ".join(get_args(Prior))),
+    "linear": ("arm.linear", ", ".join(get_args(Linear))),
+    "impl": ("arm.impl", ", ".join(get_args(Impl))),
     "data": ("data.dir", "folder of prepared tokens"),
     "codes": ("data.codes", "sign codes file (default: codes.safetensors in the data folder)"),
     "steps": ("train.steps", "optimizer steps"),

@@ -7,7 +7,7 @@
 Read ``case.py`` (what an op file declares), then ``kronecker.py`` (one op), ``gate.py`` (no speed for a wrong result),
 ``frame.py`` (timing), ``memory.py`` (extra memory) and ``report.py`` / ``plots.py`` (what is written).
 
-Results go to ``bench/results/``: ``OP.jsonl`` gains one JSON object per provider, shape and direction at each run (rows are
-appended, never rewritten, so that the file is a history; each row carries the commit, the machine and the command), and
-``OP.png`` shows the sweeps of the latest run.
+Results go to ``runs/bench/`` (``--out bench/results`` publishes them): ``OP.jsonl`` gains one JSON object per provider, shape and
+direction at each run (rows are appended, never rewritten, so that the file is a history; each row carries the commit, the machine
+and the command), and ``OP.png`` shows the sweeps of the latest run.
 """

@@ -4,14 +4,11 @@ import argparse
 import shlex
 from pathlib import Path
 
+from bench.ops import AXES, OPS, OUT
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, unknown_name
 
-# Repeated from bench.case, which needs torch: --help and the complaint about an unknown op must not wait for it.
-OPS = ("kronecker", "binary_code", "sign_code", "code_loss", "bitlinear")
-AXES = {"T": "tokens", "V": "vocabulary", "d": "width", "P": "byte positions", "K": "code bits or input width", "N": "output width"}
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--seconds", type=float, default=2.0, help="time spent per provider, shape and direction (%(default)s)")
     how.add_argument("--runs", type=positive, default=30, help="at most this many runs of each (%(default)s); never fewer than 3")
     how.add_argument("--seed", type=int, default=0, help="of the inputs (%(default)s)")
-    how.add_argument("--out", type=Path, default=RESULTS, help="folder of OP.jsonl and OP.png (bench/results)")
+    how.add_argument("--out", type=Path, default=OUT, help="folder of OP.jsonl and OP.png (%(default)s)")
     add_common_flags(parser)
     return parser
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-OPS = ("kronecker", "binary_code", "sign_code", "code_loss", "bitlinear")
 FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
 
 Shape = Mapping[str, int]  # axis -> size, such as {"T": 1024, "V": 50257, "d": 768, "P": 16}

@@ -4,15 +4,15 @@
     python -m bench.step --preset gpt2-small --arms table,kron,sign
 
 Arms take turns (bench/frame.py), on the same ids, drawn as in text (bench/inputs.py), with random codes. Appends rows to
-bench/results/step.jsonl.
+runs/bench/step.jsonl.
 """
 
 import argparse
 from pathlib import Path
 
+from bench.ops import OUT
 from models.cli import add_common_flags, run_cli
 
-RESULTS = Path(__file__).resolve().parent / "results"
 ARMS = "table,tied,binary,gf2,sign,kron,sign-bitnet"  # those of `make demo`
 
 
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=16, help="rows of a step (%(default)s)")
     parser.add_argument("--runs", type=int, default=20, help="steps of each arm (%(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of step.jsonl (bench/results)")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of step.jsonl (%(default)s)")
     add_common_flags(parser)
     return parser
 

@@ -7,8 +7,9 @@ Shapes are small and odd, so this shows the overhead of a call and catches a slo
 import pytest
 
 from bench import gate
-from bench.case import OPS, Setting, load_op
+from bench.case import Setting, load_op
 from bench.frame import drop_gradients, output_gradient, run_once
+from bench.ops import OPS
 
 SETTING = Setting()
 CASES = [(name, impl, direction) for name in OPS for impl in ("naive", "eager") for direction in load_op(name).directions]

@@ -56,13 +56,13 @@ def _interface_flops(model: LanguageModel) -> int:
     to P rows of width d, forward and backward. No gradient goes on to the fixed codes."""
     description = model.description
     arm, width = description.arm, description.body.width
-    if arm.interface == "sign":
-        return 4 * description.code_bits * width
-    return 2 * arm.positions * width if arm.interface == "kron" else 0
+    flops = {"table": 0, "binary": 0, "gf2": 0, "sign": 4 * description.code_bits * width, "kron": 2 * arm.positions * width}
+    return flops[arm.interface]
 
 
 def _head_flops(model: LanguageModel) -> int:
     """A table costs 6 per weight. Fixed codes have no gradient of their own: 4 per code bit, and the map to them 6 per weight."""
     description = model.description
     width, size, bits = description.body.width, description.vocab_size, description.code_bits
-    return 6 * bits * width + 4 * bits * size if description.arm.head == "code" else 6 * width * size
+    flops = {"table": 6 * width * size, "tied": 6 * width * size, "code": 6 * bits * width + 4 * bits * size}
+    return flops[description.arm.head]

@@ -95,12 +95,12 @@ def build_model(description: ModelDescription, fixed: FixedData, seed: int = 0) 
     interface = _seeded(seed, "interface", lambda: _build_interface(description, fixed, codes))
     body = _seeded(seed, "body", lambda: BODIES[description.kind][1](description.body))
     prior = UnigramPrior(fixed.prior, trained=arm.prior == "trained") if arm.prior != "none" else None
-    if arm.head == "tied":
-        head: Head = TiedHead(interface, prior)
-    elif arm.head == "code":
-        head = _seeded(seed, "head", lambda: CodeHead(codes, width, prior, arm.impl))
-    else:
-        head = _seeded(seed, "head", lambda: TableHead(description.vocab_size, width, prior))
+    heads: dict[str, Callable[[], Head]] = {
+        "table": lambda: TableHead(description.vocab_size, width, prior),
+        "tied": lambda: TiedHead(interface, prior),
+        "code": lambda: CodeHead(codes, width, prior, arm.impl),
+    }
+    head = _seeded(seed, "head", heads[arm.head])
     return LanguageModel(description, codes, interface, body, head)
 
 
@@ -112,7 +112,9 @@ def _build_interface(description: ModelDescription, fixed: FixedData, codes: Cod
         return SignInterface(codes, width, arm.impl)
     if arm.interface == "kron":
         return KronInterface(fixed.token_bytes, fixed.lengths, width, arm.impl)
-    return BinaryInterface(id_bits(description.vocab_size), width, fixed.matrix, arm.lift, arm.code_scale, arm.impl)
+    if arm.interface in ("binary", "gf2"):
+        return BinaryInterface(id_bits(description.vocab_size), width, fixed.matrix, arm.lift, arm.code_scale, arm.impl)
+    raise AssertionError(f"no interface is built for {arm.interface!r}")
 
 
 def _seeded(seed: int, part: str, build: Callable[[], Built]) -> Built:

@@ -6,7 +6,7 @@ from typing import Any
 Column = tuple[str, Callable[[dict[str, Any]], str]]  # title, and a result's cell
 
 
-def format_count(n: int) -> str:
+def format_count(n: float) -> str:
     """``1234567`` -> ``1.235 M``."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if n >= size:

@@ -1,6 +1,7 @@
 """Arms: every composition trains, none sees the future, bodies match between arms, and the loss is what the scores say."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from models.bodies import BODIES
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.presets import describe, parse_arm
-from models.settings import ArmSettings, RunSettings, check, override
+from models.settings import ArmSettings, Head, Interface, Prior, RunSettings, check, override
 from models.vocab.fixed_data import blank_data, id_bits, load_data
 
-INTERFACES = ("table", "binary", "gf2", "sign", "kron")
+INTERFACES, HEADS, PRIORS = get_args(Interface), get_args(Head), get_args(Prior)
 ARMS = [
-    *itertools.product(("gpt2-tiny",), INTERFACES, ("table", "tied", "code"), ("none", "fixed", "trained"), ("float",)),
+    *itertools.product(("gpt2-tiny",), INTERFACES, HEADS, PRIORS, ("float",)),
     *itertools.product(("gpt2-tiny",), INTERFACES, ("code",), ("fixed",), ("bitnet",)),
     *itertools.product(("llama-tiny", "gemma3-tiny"), INTERFACES, ("table", "code"), ("trained",), ("float", "bitnet")),
 ]

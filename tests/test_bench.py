@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from bench import __main__ as command
-from bench import case, frame, gate, memory, plots, report, run
+from bench import case, frame, gate, memory, ops, plots, report, run
 from bench.inputs import packed_codes, token_bytes, token_ids
 from models.errors import UsageError
 
@@ -283,16 +283,15 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_command_knows_every_op_and_axis():
-    assert command.OPS == case.OPS
-    for name in case.OPS:
+    for name in ops.OPS:
         op = case.load_op(name)
-        assert op.name == name and set(op.axes) <= set(command.AXES)
+        assert op.name == name and set(op.axes) <= set(ops.AXES)
         assert set(op.default) == set(op.small) == set(op.axes) and set(op.sweeps) <= set(op.axes)
         assert {"naive", "eager"} <= set(op.providers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", case.OPS)
+@pytest.mark.parametrize("name", ops.OPS)
 def test_every_op_passes_its_gate_with_every_peer_installed_here(name, dtype):
     op = case.load_op(name)
     providers = [provider for provider in op.providers.values() if not provider.missing()]

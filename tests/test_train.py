@@ -166,6 +166,44 @@ def test_bfloat16_autocast_and_recomputation_run(data_dir, tmp_path):
     assert all(t.dtype == torch.float32 for t in weights(tmp_path / "b").values() if t.is_floating_point())
 
 
+def test_a_run_that_cannot_start_leaves_its_folder_free(data_dir, tmp_path):
+    with pytest.raises(UsageError, match="not usable here"):
+        train(data_dir, tmp_path, train__device="cuda:7")
+    with pytest.raises(UserError, match="no sign codes there"):
+        train(data_dir, tmp_path, "sign/code/none/float", data__codes=str(tmp_path / "none.safetensors"))
+    train(data_dir, tmp_path, train__steps=1)
+
+
+def test_grid_sees_that_the_last_arm_can_train_before_the_first_does(data_dir, tmp_path):
+    settings = settings_for(data_dir, data__codes=str(tmp_path / "none.safetensors"))
+    with pytest.raises(UserError, match="no sign codes there"):
+        train_grid(settings, parse_arms("table,sign", settings.arm), TokenData.open(data_dir), tmp_path, resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_ends_an_evaluation_and_resume_still_matches(data_dir, tmp_path, monkeypatch):
+    """In the middle of training the step's row is kept; at the end only the score is missing."""
+    from models.training import loop
+
+    train(data_dir, tmp_path / "whole", train__eval_every=3)
+    original = loop.evaluate_loss
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    for expected in (3, 6):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "evaluate_loss", interrupted)
+            with pytest.raises(Stopped):
+                train(data_dir, tmp_path / "stopped", resume=True, train__eval_every=3)
+        assert find_checkpoint(tmp_path / "stopped").step == expected
+    train(data_dir, tmp_path / "stopped", resume=True, train__eval_every=3)
+    assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
+    hashes = [[row["batch"] for row in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("whole", "stopped")]
+    assert hashes[0] == hashes[1] and len(hashes[0]) == 6
+
+
 def test_a_device_that_is_not_there(data_dir, tmp_path):
     with pytest.raises(UsageError, match="not usable here"):
         train(data_dir, tmp_path, train__device="cuda:7")
@@ -214,7 +252,7 @@ def test_command_line_end_to_end(data_dir, tmp_path):
 @pytest.mark.parametrize("arguments, code, message", [
     (["--interface", "kronn"], 2, "did you mean kron?"),
     (["--set", "optim.lrr=1", "--steps", "x"], 2, "did you mean optim.lr"),
-    (["--set", "optim.lrr=1", "--interface", "kron", "--head", "tied"], 2, "did you mean optim.lr?\narm.head=tied"),
+    (["--set", "optim.lrr=1", "--interface", "kron", "--head", "tied"], 2, "?\narm.head=tied reuses"),
     (["--interface", "kron", "--head", "tied"], 2, "has none"),
     (["--preset", "gpt2-tny"], 2, "did you mean gpt2-tiny"),
     (["--arms", "table", "--head", "code"], 2, "--arms chooses arm.head itself"),

@@ -228,8 +228,8 @@ class _Preparation:
             if totals[split]["documents"] == 0:
                 raise UserError(
                     f"none of the {documents} documents fell into the {split} split at validation fraction "
-                    f"{self.settings.validation_fraction} and seed {self.settings.seed}; use more documents, another fraction or "
-                    "another seed, or cut text files into shorter documents with --document-bytes"
+                    f"{self.settings.validation_fraction} and seed {self.settings.seed}; use more documents, another "
+                    "--validation-fraction or another --seed (or, for text files, a smaller --document-bytes)"
                 )
 
 

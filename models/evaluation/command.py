@@ -43,12 +43,9 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
 
 
 def expand(path: Path) -> list[tuple[str, Checkpoint]]:
-    """The named checkpoints that ``path`` means; a grid's folder means the newest of each arm."""
-    if path.is_dir() and not (path / "checkpoints").exists():
-        arms = sorted(p.parent for p in path.glob("*/checkpoints"))
-        if arms:
-            return [(arm.name, find_checkpoint(arm)) for arm in arms]
-    return [(str(path), find_checkpoint(path))]
+    """The named checkpoints that ``path`` means: of a folder that holds runs, however deep, the newest of each run."""
+    runs = sorted(p.parent for p in path.rglob("checkpoints"))
+    return [(str(run), find_checkpoint(run)) for run in runs or [path]]
 
 
 def score(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Score:

@@ -1,6 +1,7 @@
 """Validation loss, perplexity and bits per byte: every token of a stream but the first is a target exactly once."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,24 @@ class Score:
         return asdict(self) | {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
+class Interrupted(Exception):
+    """The evaluation was asked to stop; it has no score."""
+
+
 @torch.inference_mode()
 def evaluate_loss(
-    model: "LanguageModel", stream: "TokenStream", byte_lengths: np.ndarray, seq_len: int, rows: int = 16, limit: int = 0
+    model: "LanguageModel",
+    stream: "TokenStream",
+    byte_lengths: np.ndarray,
+    seq_len: int,
+    rows: int = 16,
+    limit: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Score:
     """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes at most so many, evenly spaced.
 
-    ``byte_lengths`` int [V]: bytes of each token. Leaves the model's mode and the random state as they were.
+    ``byte_lengths`` int [V]: bytes of each token. Leaves the model's mode and the random state as they were. Raises Interrupted
+    when ``should_stop``, asked before each batch, says so.
     """
     from models.data.batches import validation_windows
 
@@ -57,6 +69,8 @@ def evaluate_loss(
     try:
         # As one of so many ranks: every n-th window, because a text's beginning is not like the rest of it.
         for inputs, targets in validation_windows(stream, seq_len, rows, world_size=-(-windows // limit) if limit else 1):
+            if should_stop():
+                raise Interrupted
             nats += model.nll(inputs.to(device), targets.to(device)).double().sum().item()
             valid = targets[targets != IGNORE]
             targets_seen += valid.numel()

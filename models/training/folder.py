@@ -40,14 +40,13 @@ def claim(folder: Path) -> Iterator[None]:
         yield
 
 
-def begin(folder: Path, settings: RunSettings, resume: bool) -> None:
-    """Make ``folder`` the home of a run of ``settings``, or check that it is one when resuming."""
+def check_free(folder: Path, settings: RunSettings, resume: bool) -> None:
+    """Raise UsageError when ``folder`` holds a run, unless ``resume`` continues it with the same ``settings``."""
     path = folder / "config.json"
     if path.exists():
         if not resume:
             raise UsageError(f"{folder}: already holds a run; continue it with --resume, or give another --out")
         refuse_changes(from_nested(read_json(path)), settings, folder)
-    write_json(path, asdict(settings))
 
 
 def refuse_changes(saved: RunSettings, given: RunSettings, folder: Path) -> None:
@@ -59,8 +58,9 @@ def refuse_changes(saved: RunSettings, given: RunSettings, folder: Path) -> None
         raise UsageError(f"{folder}: cannot resume with other settings; give the old ones, or another --out\n{listing}")
 
 
-def record(folder: Path, facts: dict[str, Any]) -> None:
-    """Append this process's ``facts`` and provenance to ``run.json``."""
+def record(folder: Path, settings: RunSettings, facts: dict[str, Any]) -> None:
+    """Write ``config.json``, and append this process's ``facts`` and provenance to ``run.json``."""
+    write_json(folder / "config.json", asdict(settings))
     path = folder / "run.json"
     sessions = read_json(path)["sessions"] if path.exists() else []
     write_json(path, {"sessions": [*sessions, provenance() | facts]})

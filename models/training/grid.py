@@ -9,7 +9,7 @@ from models.errors import UsageError, UserError
 from models.files import write_json
 from models.presets import ARMS, find_preset, parse_arm
 from models.settings import ArmSettings, RunSettings, check, flatten
-from models.training.loop import train_run
+from models.training.loop import choose_device, look_up, train_run
 from models.training.progress import read_metrics
 from models.training.report import write_report
 
@@ -29,7 +29,7 @@ def parse_arms(text: str, base: ArmSettings) -> dict[str, ArmSettings]:
             arms[name] = parse_arm(name, base, ARMS | find_preset(base.preset).arms)
             check(RunSettings(arm=arms[name]))
         except UsageError as error:
-            problems.append(f"arm {name!r}: {error}")
+            problems.append(f"--arms {name}: {error}")
     if problems:
         raise UsageError("\n".join(problems))
     return arms
@@ -40,6 +40,9 @@ def train_grid(settings: RunSettings, arms: dict[str, ArmSettings], data: TokenD
 
     With ``resume`` finished arms are kept and a stopped one continues.
     """
+    for arm in arms.values():  # before the first arm trains for an hour, see that the last one can
+        look_up(dataclasses.replace(settings, arm=arm), data)
+    choose_device(settings.train.device)
     width = max(len(name) for name in arms)
     results = []
     for name, arm in arms.items():

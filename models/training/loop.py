@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from models.account import Account
-from models.arm import LanguageModel, build_model
+from models.arm import LanguageModel, ModelDescription, build_model
 from models.data.batches import Batches, batch_hash
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
-from models.evaluation.loss import Score, evaluate_loss
+from models.evaluation.loss import Interrupted, Score, evaluate_loss
 from models.files import write_json
 from models.presets import describe
 from models.settings import RunSettings
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
-from models.training.folder import begin, claim, read_result, record
+from models.training.folder import check_free, claim, read_result, record
 from models.training.progress import Metrics, ProgressLine, read_metrics
 from models.training.schedule import build_optimizer, learning_rate
 from models.training.signals import Stopped, StopRequest
-from models.vocab.fixed_data import load_data
+from models.vocab.fixed_data import FixedData, load_data
 from models.vocab.heads import IGNORE
 
 
@@ -38,12 +38,19 @@ def train_run(settings: RunSettings, data: TokenData, out: Path, resume: bool, l
     Raises UserError for what a user can mend, Stopped after a signal.
     """
     with claim(out):
-        begin(out, settings, resume)
+        check_free(out, settings, resume)
         finished = read_result(out)
         if finished is not None:
             print(f"{label}  already finished: validation loss {finished['loss']:.4f}", flush=True)
             return finished
         return Run(settings, data, out, label).train()
+
+
+def look_up(settings: RunSettings, data: TokenData) -> tuple[FixedData, ModelDescription]:
+    """What the arm is made of. Raises UserError when its codes are missing or do not fit, or its body is impossible."""
+    codes_path = Path(settings.data.codes) if settings.data.codes else data.folder / "codes.safetensors"
+    fixed = load_data(settings.arm, data, codes_path)
+    return fixed, describe(settings, fixed.size, fixed.code_bits)
 
 
 class Run:
@@ -52,9 +59,7 @@ class Run:
     def __init__(self, settings: RunSettings, data: TokenData, out: Path, label: str) -> None:
         self.settings, self.data, self.out, self.label = settings, data, out, label
         self.device = choose_device(settings.train.device)
-        codes_path = Path(settings.data.codes) if settings.data.codes else Path(settings.data.dir) / "codes.safetensors"
-        fixed = load_data(settings.arm, data, codes_path)
-        description = describe(settings, fixed.size, fixed.code_bits)
+        fixed, description = look_up(settings, data)
         self.model: LanguageModel = build_model(description, fixed, settings.train.seed).to(self.device)
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.batches = Batches(data.train, settings.data.seq_len, settings.train.seed)
@@ -63,7 +68,7 @@ class Run:
         if checkpoint is not None:
             self._restore(checkpoint)
         self.facts = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint, "device": str(self.device)}
-        record(out, self.facts | {"from_step": self.step, "threads": torch.get_num_threads()})
+        record(out, settings, self.facts | {"from_step": self.step, "threads": torch.get_num_threads()})
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state["data"] != self.data.fingerprint:
@@ -73,32 +78,44 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Run the remaining steps, score the whole validation text, write the result."""
-        train = self.settings.train
         metrics = Metrics(self.out / "metrics.jsonl", self.step)
-        board = open_tensorboard(self.out) if train.tensorboard else None
-        progress = ProgressLine(self.label, train.steps)
-        with contextlib.closing(metrics), StopRequest() as stop:
-            while self.step < train.steps:
+        board = open_tensorboard(self.out) if self.settings.train.tensorboard else None
+        progress = ProgressLine(self.label, self.settings.train.steps)
+        with contextlib.closing(progress), contextlib.closing(metrics), StopRequest() as stop:
+            while self.step < self.settings.train.steps:
                 row = self._step()
-                if train.eval_every and (self.step % train.eval_every == 0):
-                    row["validation_loss"] = self.evaluate(train.eval_rows).loss
+                self._evaluate_if_due(row, stop)
                 metrics.write(row)
                 if board:
                     self._to_tensorboard(board, row)
                 progress.update(self.step, f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
-                if stop.number is not None:
-                    self.save()
-                    raise Stopped(stop.number, self.step)
-                if train.save_every and self.step % train.save_every == 0:
-                    self.save()
+                self._save_if_due(stop)
             self.save()
-            score = self.evaluate(0)
+            progress.update(self.step, "scoring the validation text")
+            try:
+                score = self.evaluate(0, stop)
+            except Interrupted:
+                raise Stopped(stop.number, self.step) from None
         result = self._result(score)
         write_json(self.out / "result.json", result)
         if stop.number is not None:
             raise Stopped(stop.number, self.step)
-        progress.done(f"validation loss {score.loss:.4f}  {result['tokens_per_second']:,.0f} tokens/s")
+        print(f"{self.label}  validation loss {score.loss:.4f}  {result['tokens_per_second']:,.0f} tokens/s", flush=True)
         return result
+
+    def _evaluate_if_due(self, row: dict[str, Any], stop: StopRequest) -> None:
+        every, rows = self.settings.train.eval_every, self.settings.train.eval_rows
+        if every and self.step % every == 0:
+            # A signal ends the evaluation, and _save_if_due then the run.
+            with contextlib.suppress(Interrupted):
+                row["validation_loss"] = self.evaluate(rows, stop).loss
+
+    def _save_if_due(self, stop: StopRequest) -> None:
+        every = self.settings.train.save_every
+        if stop.number is not None or (every and self.step % every == 0):
+            self.save()
+        if stop.number is not None:
+            raise Stopped(stop.number, self.step)
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics row."""
@@ -147,13 +164,12 @@ class Run:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.train.dtype == "bfloat16")
 
-    def evaluate(self, limit: int) -> Score:
-        """Score the validation text (``limit`` windows of it, evenly spaced; 0: all)."""
+    def evaluate(self, limit: int, stop: StopRequest) -> Score:
+        """Score the validation text (``limit`` windows of it, evenly spaced; 0: all). Raises Interrupted after a signal."""
         rows = self.settings.train.micro_batch_size or self.settings.train.batch_size
         with self._autocast():
-            return evaluate_loss(
-                self.model, self.data.validation, self.data.tokenizer.byte_lengths(), self.settings.data.seq_len, rows, limit
-            )
+            lengths, seq_len = self.data.tokenizer.byte_lengths(), self.settings.data.seq_len
+            return evaluate_loss(self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: stop.number is not None)
 
     def save(self) -> None:
         """Write a checkpoint of this step and drop old ones."""

@@ -58,12 +58,12 @@ class ProgressLine:
         left = (now - self._start) / steps * (self._total - done) if steps else None
         self._show(f"{self._label}  {done}/{self._total}  {text}  ETA {format_seconds(left)}")
 
-    def done(self, text: str) -> None:
-        """Replace the line by its last words, which are printed everywhere."""
+    def close(self) -> None:
+        """Wipe the line, so that what is printed next starts on an empty one."""
         if self._live:
             self._show("")
             self._stream.write("\r")
-        print(f"{self._label}  {text}", file=self._stream, flush=True)
+            self._stream.flush()
 
     def _show(self, line: str) -> None:
         self._stream.write("\r" + line.ljust(self._width))

@@ -38,6 +38,7 @@ def draw_curves(path: Path, results: list[dict[str, Any]]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     for i, result in enumerate(results):
@@ -49,7 +50,7 @@ def draw_curves(path: Path, results: list[dict[str, Any]]) -> None:
     _show_the_interesting_part(axes)
     _label_ends(axes, results)
     axes.set(xlabel="training tokens", ylabel="loss (nats per token)", title="Validation loss (dots) and training loss (thin)")
-    axes.xaxis.set_major_formatter(lambda x, _: format_count(int(x)).replace(".000", ""))
+    axes.xaxis.set_major_formatter(ticker.EngFormatter())
     axes.grid(alpha=0.25)
     axes.legend(title="arm", frameon=False, loc="upper right")
     figure.savefig(path, dpi=130)

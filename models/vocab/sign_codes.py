@@ -215,7 +215,7 @@ def from_corpus(tokens: Sequence[int], vocab_size: int, bits: int, window: int =
     most = min(len(known), matrix.shape[1])
     if not 1 <= bits <= most:
         raise UserError(f"bits must lie in [1, {most}]: the corpus holds {len(known)} different tokens with company, and "
-                        f"{matrix.shape[1]} contexts are counted; got {bits}")
+                        f"{matrix.shape[1]} contexts are counted; got {bits}. Give fewer --bits, or make random codes")
     matrix = matrix[known]
 
     def blocks() -> Iterator[np.ndarray]:
