@@ -26,6 +26,11 @@ def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except MemoryError as error:
+        if "--debug" in argv:
+            raise
+        print(f"error: out of memory ({error}); use smaller batches, rows or models", file=sys.stderr)
+        sys.exit(1)
     except (UserError, OSError) as error:
         if "--debug" in argv:
             raise

@@ -21,6 +21,8 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file by itself
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -59,9 +61,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove temporary folders that killed processes left in ``parent``. Call it only while holding the folder's lock."""
-    for folder in parent.glob(".*.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove temporary files and folders that killed processes left in ``parent``. Call it only while holding its lock."""
+    for path in parent.glob(".*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

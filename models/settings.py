@@ -166,7 +166,10 @@ def _as_bool(value: Any) -> bool:
 
 
 def _as_int(value: Any) -> int:
-    number = _as_float(value)
+    try:
+        return int(str(value))  # not by way of a float, which would round a large seed
+    except ValueError:
+        number = _as_float(value)
     if number != int(number):
         raise ValueError(f"expected a whole number, got {value!r}")
     return int(number)
@@ -201,8 +204,8 @@ def _arm_problems(arm: ArmSettings) -> list[str]:
         )
     if arm.impl == "fused":
         found.append("arm.impl=fused: there are no Triton kernels in this version; use auto, eager or naive")
-    if arm.positions < 4:
-        found.append(f"arm.positions must be at least 4 (the length of a special token's reserved code), got {arm.positions}")
+    if not 4 <= arm.positions <= 1024:
+        found.append(f"arm.positions must lie in [4, 1024] (4: the length of a special token's reserved code), got {arm.positions}")
     if arm.input_scale < 0:
         found.append(f"arm.input_scale must be positive, or 0 for the preset's own, got {arm.input_scale}")
     return found
@@ -222,8 +225,12 @@ def _number_problems(settings: RunSettings) -> list[str]:
         found.append(f"optim.min_lr ({optim.min_lr:g}) must not exceed optim.lr ({optim.lr:g})")
     betas = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
     found += [f"{name} must lie in [0, 1), got {beta:g}" for name, beta in betas.items() if not 0 <= beta < 1]
-    if optim.eps <= 0:
-        found.append(f"optim.eps must be positive, got {optim.eps:g}")
+    if not optim.eps >= 1e-30:
+        found.append(f"optim.eps must be at least 1e-30, got {optim.eps:g}")
+    if optim.lr > 1e3:
+        found.append(f"optim.lr must not exceed 1000, got {optim.lr:g}")
+    if train.seed >= 2**63:
+        found.append(f"train.seed must be below 2^63, got {train.seed}")
     if train.micro_batch_size > train.batch_size:
         found.append(f"train.micro_batch_size ({train.micro_batch_size}) must not exceed train.batch_size ({train.batch_size})")
     return found

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from runs import settings_for, train
+from safetensors import SafetensorError
 
 from models.data.shards import TokenData
 from models.errors import UserError
@@ -12,6 +12,7 @@ from models.evaluation.loss import evaluate_loss
 from models.files import read_json, sha256, write_json
 from models.settings import RunSettings
 from models.training.checkpoint import MANIFEST, find_checkpoint, latest_checkpoint, open_checkpoint
+from runs import settings_for, train
 
 
 @pytest.fixture
@@ -110,7 +111,8 @@ def test_a_half_written_checkpoint_is_not_seen(run):
     assert latest_checkpoint(folder).step == 2
 
 
-def test_a_full_disk_names_the_last_good_checkpoint(data_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("No space left"), RuntimeError("No space left")])
+def test_a_full_disk_names_the_last_good_checkpoint(data_dir, tmp_path, monkeypatch, error):
     from models.training import checkpoint as module
 
     original = module.save_file
@@ -118,7 +120,7 @@ def test_a_full_disk_names_the_last_good_checkpoint(data_dir, tmp_path, monkeypa
     def full(tensors, path):
         if "step_00000002" in str(path):
             path.write_bytes(b"part")
-            raise OSError(28, "No space left on device")
+            raise error
         original(tensors, path)
 
     monkeypatch.setattr(module, "save_file", full)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import train
 
 from models.data.shards import TokenData
 from models.evaluation.loss import evaluate_loss
 from models.files import read_json
 from models.training.checkpoint import find_checkpoint
+from runs import train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,6 +79,12 @@ def test_a_grid_a_run_and_a_checkpoint(run, tmp_path):
     assert len(done.stdout.splitlines()) == 6 and "bits per byte" in done.stdout
 
 
+def test_a_bfloat16_run_is_scored_as_it_was_trained(data_dir, tmp_path):
+    result = train(data_dir, tmp_path / "run", train__steps=2, train__dtype="bfloat16")
+    evaluate(tmp_path / "run", "--json", tmp_path / "scores.json")
+    assert read_json(tmp_path / "scores.json")[0]["loss"] == result["loss"]
+
+
 def test_works_from_another_folder(run, tmp_path):
     done = evaluate(run / "table", "--rows", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -107,6 +113,8 @@ def test_damaged_and_missing_checkpoints_exit_with_one_line(run, tmp_path):
         assert len(done.stderr.splitlines()) == 1
     assert "Traceback" in evaluate(tmp_path / "none", "--debug").stderr
     assert evaluate(run / "table", "--impl", "eagr").returncode == 2
+    assert evaluate(run / "table", "--impl", "fused").returncode == 2
+    assert evaluate(run / "table", "--device", "meta").returncode == 2
 
 
 def test_scores_are_plain_json(run, tmp_path):

@@ -71,3 +71,13 @@ def test_a_tied_head_needs_a_table(interface):
 
 def test_all_settings_have_two_part_names():
     assert all(name.count(".") == 1 for name in flatten(RunSettings()))
+
+
+def test_large_seeds_keep_every_digit():
+    assert override(RunSettings(), {"train.seed": "9007199254740993"}).train.seed == 9007199254740993
+
+
+def test_values_that_arithmetic_cannot_hold_are_refused():
+    for name, value in {"optim.lr": 1e300, "optim.eps": 1e-320, "arm.positions": 10**8, "train.seed": 2**63}.items():
+        with pytest.raises(UsageError, match=name):
+            check(override(RunSettings(), {name: value}))

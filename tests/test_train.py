@@ -146,15 +146,98 @@ def test_resume_refuses_what_would_learn_something_else(data_dir, tmp_path):
     assert "optim.lr: was 0.001, now 0.5" in text and "train.batch_size: was 4, now 8" in text and "eval_every" not in text
 
 
-def test_resume_refuses_other_data(data_dir, tmp_path, monkeypatch):
+def stopped(monkeypatch, data_dir, out, step=2, **changes):
+    """A run in ``out`` that a signal stopped after ``step``."""
     with monkeypatch.context() as patch:
-        stop_after(patch, 2)
+        stop_after(patch, step)
         with pytest.raises(Stopped):
-            train(data_dir, tmp_path)
+            train(data_dir, out, **changes)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_resume_refuses_other_data(data_dir, tmp_path, monkeypatch, finished):
+    if finished:
+        train(data_dir, tmp_path)
+    else:
+        stopped(monkeypatch, data_dir, tmp_path)
+    config = (tmp_path / "config.json").read_text()
     data = TokenData.open(data_dir)
     data.fingerprint = "another"
     with pytest.raises(UserError, match="other data"):
         train_run(settings_for(data_dir), data, tmp_path, True, "x")
+    assert (tmp_path / "config.json").read_text() == config
+
+
+def test_resume_refuses_other_codes(data_dir, tmp_path, monkeypatch):
+    from models.vocab.sign_codes import random_codes
+
+    arm = "sign/code/none/float"
+    stopped(monkeypatch, data_dir, tmp_path, arm=arm)
+    random_codes(TokenData.open(data_dir).vocab_size, 64, seed=9).save(tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match="other codes"):
+        train(data_dir, tmp_path, arm, resume=True, data__codes=str(tmp_path / "other.safetensors"))
+
+
+def test_resume_believes_the_checkpoint_and_not_only_config_json(data_dir, tmp_path, monkeypatch):
+    """A checkpoint of another run, and a run whose config.json is gone."""
+    stopped(monkeypatch, data_dir, tmp_path / "a")
+    stopped(monkeypatch, data_dir, tmp_path / "b", step=3, train__seed=1)
+    (tmp_path / "a" / "config.json").unlink()
+    with pytest.raises(UsageError, match="already holds a run"):
+        train(data_dir, tmp_path / "a")
+    with pytest.raises(UsageError, match="train.seed: was 0, now 5"):
+        train(data_dir, tmp_path / "a", resume=True, train__seed=5)
+    foreign = find_checkpoint(tmp_path / "b").path
+    foreign.rename(tmp_path / "a" / "checkpoints" / foreign.name)
+    with pytest.raises(UsageError, match="train.seed: was 1, now 0"):
+        train(data_dir, tmp_path / "a", resume=True)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"a": 1}\n', b"[1]\n", None])
+def test_resume_refuses_a_log_that_lacks_steps(data_dir, tmp_path, monkeypatch, damage):
+    stopped(monkeypatch, data_dir, tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    with pytest.raises(UserError, match="metrics.jsonl: was cut or changed"):
+        train(data_dir, tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"sessions": 5}', "{"])
+def test_damaged_records_are_named(data_dir, tmp_path, monkeypatch, name, content):
+    stopped(monkeypatch, data_dir, tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=name):
+        train(data_dir, tmp_path, resume=True)
+
+
+def test_a_single_run_and_a_grid_do_not_share_a_folder(data_dir, tmp_path):
+    train(data_dir, tmp_path / "run", train__steps=1)
+    settings, data = settings_for(data_dir, train__steps=1), TokenData.open(data_dir)
+    with pytest.raises(UsageError, match="holds a single run"):
+        train_grid(settings, parse_arms("table", settings.arm), data, tmp_path / "run", resume=True)
+    train_grid(settings, parse_arms("table", settings.arm), data, tmp_path / "grid", resume=False)
+    with pytest.raises(UsageError, match="holds the arms of a grid"):
+        train(data_dir, tmp_path / "grid", train__steps=1)
+    with pytest.raises(UsageError, match="already holds a run"):
+        train_grid(settings, parse_arms("kron,table", settings.arm), data, tmp_path / "grid", resume=False)
+    assert not (tmp_path / "grid" / "kron").exists()
+
+
+def test_an_update_that_ruins_the_weights_is_not_saved(data_dir, tmp_path, monkeypatch):
+    original = torch.optim.AdamW.step
+
+    def ruin(self, *arguments):
+        original(self, *arguments)
+        if ruin.calls == 2:
+            self.param_groups[0]["params"][0].data.fill_(float("inf"))
+        ruin.calls += 1
+
+    ruin.calls = 0
+    monkeypatch.setattr(torch.optim.AdamW, "step", ruin)
+    with pytest.raises(UserError, match="step 3: its update left .* not finite"):
+        train(data_dir, tmp_path, train__save_every=1, train__steps=3)
+    assert find_checkpoint(tmp_path).step == 2
 
 
 def test_bfloat16_autocast_and_recomputation_run(data_dir, tmp_path):
@@ -228,7 +311,11 @@ def test_grid_refuses_arms_that_saw_other_batches(data_dir, tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         train(data_dir, tmp_path / name, train__seed=seed, train__steps=2)
     with pytest.raises(UserError, match="other batches than .* from step 1 on"):
-        check_same_batches([{"folder": str(tmp_path / name)} for name in "ab"])
+        check_same_batches([{"folder": str(tmp_path / name), "steps": 2, "codes": None} for name in "ab"])
+    with pytest.raises(UserError, match="holds 2 of 3 steps"):
+        check_same_batches([{"folder": str(tmp_path / "a"), "steps": 3, "codes": None}])
+    with pytest.raises(UserError, match="other sign codes"):
+        check_same_batches([{"folder": str(tmp_path / "a"), "steps": 2, "codes": code} for code in ("x", "y")])
 
 
 def command(data_dir, out, *extra):

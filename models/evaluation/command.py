@@ -9,10 +9,10 @@ from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.evaluation.loss import Score, evaluate_loss
 from models.files import write_json
-from models.settings import RunSettings, from_nested, override
+from models.settings import RunSettings, check, from_nested, override
 from models.tables import markdown_table
 from models.training.checkpoint import Checkpoint, find_checkpoint
-from models.training.loop import choose_device
+from models.training.loop import autocast, choose_device
 
 COLUMNS = (
     ("checkpoint", lambda r: r["name"]),
@@ -29,7 +29,7 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
     if arguments.rows < 0:
         raise UsageError(f"--rows must not be negative, got {arguments.rows}")
     if arguments.impl:
-        override(RunSettings(), {"arm.impl": arguments.impl})  # refuses an unknown name
+        check(override(RunSettings(), {"arm.impl": arguments.impl}))
     found = [checkpoint for path in arguments.paths for checkpoint in expand(Path(path))]
     rows = []
     for name, checkpoint in found:
@@ -57,7 +57,9 @@ def score(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Score:
             f"{data.folder}: its tokenizer is not the one {checkpoint.path} was trained with; prepare the text with that one: "
             f"python -m models.data prepare OUT --tokenizer {checkpoint.path / 'tokenizer.json'} ..."
         )
-    model = checkpoint.load_model(impl=arguments.impl).to(choose_device(arguments.device))
+    device = choose_device(arguments.device)
+    model = checkpoint.load_model(impl=arguments.impl).to(device)
     stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")
     rows = settings.train.micro_batch_size or settings.train.batch_size
-    return evaluate_loss(model, stream, data.tokenizer.byte_lengths(), settings.data.seq_len, rows, arguments.rows)
+    with autocast(settings, device):
+        return evaluate_loss(model, stream, data.tokenizer.byte_lengths(), settings.data.seq_len, rows, arguments.rows)

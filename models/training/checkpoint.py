@@ -91,7 +91,7 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         try:
             with new_folder(path) as temporary:
                 _write_files(temporary, snapshot)
-        except OSError as error:
+        except (OSError, SafetensorError, RuntimeError) as error:  # safetensors and torch.save have their own for a full disk
             earlier = _complete(folder)
             kept = f"the last complete checkpoint is {earlier[-1]}" if earlier else "there is no earlier checkpoint"
             raise UserError(f"{path}: cannot be saved ({error}); {kept}") from error
@@ -115,7 +115,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not (path / MANIFEST).is_file():
         raise UserError(f"{path}: not a checkpoint (no {MANIFEST} in it)")
     manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
         raise UserError(f"{path / MANIFEST}: a foreign or newer checkpoint format (this version reads format {FORMAT})")
     for name, digest in manifest["files"].items():
         if not (path / name).is_file():
@@ -127,7 +127,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _complete(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first. One that has its name is complete: it got it last."""
-    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+    return sorted(p for p in folder.glob("step_" + 8 * "[0-9]") if p.is_dir())
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:

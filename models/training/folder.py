@@ -42,10 +42,12 @@ def claim(folder: Path) -> Iterator[None]:
 
 def check_free(folder: Path, settings: RunSettings, resume: bool) -> None:
     """Raise UsageError when ``folder`` holds a run, unless ``resume`` continues it with the same ``settings``."""
+    if (folder / "results.json").exists():
+        raise UsageError(f"{folder}: holds the arms of a grid (--arms); give another --out for a single run")
     path = folder / "config.json"
+    if not resume and (path.exists() or (folder / "checkpoints").exists()):
+        raise UsageError(f"{folder}: already holds a run; continue it with --resume, or give another --out")
     if path.exists():
-        if not resume:
-            raise UsageError(f"{folder}: already holds a run; continue it with --resume, or give another --out")
         refuse_changes(from_nested(read_json(path)), settings, folder)
 
 
@@ -62,8 +64,10 @@ def record(folder: Path, settings: RunSettings, facts: dict[str, Any]) -> None:
     """Write ``config.json``, and append this process's ``facts`` and provenance to ``run.json``."""
     write_json(folder / "config.json", asdict(settings))
     path = folder / "run.json"
-    sessions = read_json(path)["sessions"] if path.exists() else []
-    write_json(path, {"sessions": [*sessions, provenance() | facts]})
+    saved = read_json(path) if path.exists() else {"sessions": []}
+    if not isinstance(saved, dict) or not isinstance(saved.get("sessions"), list):
+        raise UserError(f"{path}: not the record of a run; remove it or put the old one back")
+    write_json(path, {"sessions": [*saved["sessions"], provenance() | facts]})
 
 
 def provenance() -> dict[str, Any]:
@@ -98,10 +102,17 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """``result.json`` of a finished run, or None."""
+def read_result(folder: Path, data_fingerprint: str) -> dict[str, Any] | None:
+    """``result.json`` of a finished run, or None. Raises UserError when it is damaged, or of a run on other data."""
     path = folder / "result.json"
-    return read_json(path) if path.exists() else None
+    if not path.exists():
+        return None
+    result = read_json(path)
+    if not isinstance(result, dict) or not {"loss", "steps", "tokens", "data"} <= result.keys():
+        raise UserError(f"{path}: not the result of a run; remove it, and --resume scores the last checkpoint again")
+    if result["data"] != data_fingerprint:
+        raise UserError(f"{folder}: was trained on other data; give that data folder, or another --out")
+    return result
 
 
 def pretty(settings: RunSettings) -> str:

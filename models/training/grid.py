@@ -9,6 +9,7 @@ from models.errors import UsageError, UserError
 from models.files import write_json
 from models.presets import ARMS, find_preset, parse_arm
 from models.settings import ArmSettings, RunSettings, check, flatten
+from models.training.folder import check_free, read_result
 from models.training.loop import choose_device, look_up, train_run
 from models.training.progress import read_metrics
 from models.training.report import write_report
@@ -40,13 +41,11 @@ def train_grid(settings: RunSettings, arms: dict[str, ArmSettings], data: TokenD
 
     With ``resume`` finished arms are kept and a stopped one continues.
     """
-    for arm in arms.values():  # before the first arm trains for an hour, see that the last one can
-        look_up(dataclasses.replace(settings, arm=arm), data)
-    choose_device(settings.train.device)
+    check_ready(settings, arms, data, out, resume)
     width = max(len(name) for name in arms)
     results = []
     for name, arm in arms.items():
-        folder = out / name.replace("/", "-")
+        folder = arm_folder(out, name)
         result = train_run(dataclasses.replace(settings, arm=arm), data, folder, resume, label=name.ljust(width))
         results.append({"arm": name, "parts": arm.parts, "folder": str(folder), **result})
         check_same_batches(results)
@@ -54,11 +53,33 @@ def train_grid(settings: RunSettings, arms: dict[str, ArmSettings], data: TokenD
     return write_report(out, results)
 
 
+def arm_folder(out: Path, name: str) -> Path:
+    """Where the arm called ``name`` lives in the grid's folder."""
+    return out / name.replace("/", "-")
+
+
+def check_ready(settings: RunSettings, arms: dict[str, ArmSettings], data: TokenData, out: Path, resume: bool) -> None:
+    """Raise what would stop any arm, before the first one trains for an hour."""
+    if (out / "config.json").exists():
+        raise UsageError(f"{out}: holds a single run; give another --out for several arms")
+    choose_device(settings.train.device)
+    for name, arm in arms.items():
+        own = dataclasses.replace(settings, arm=arm)
+        check_free(arm_folder(out, name), own, resume)
+        read_result(arm_folder(out, name), data.fingerprint)
+        look_up(own, data)
+
+
 def check_same_batches(results: list[dict[str, Any]]) -> None:
-    """Raise UserError unless every arm's logged batch hashes are equal step by step."""
+    """Raise UserError unless every arm's logged batch hashes are equal step by step, and all codes the same."""
     reference: list[str] = []
     for result in results:
         hashes = [row["batch"] for row in read_metrics(Path(result["folder"]) / "metrics.jsonl")]
+        if len(hashes) != result["steps"]:
+            held = f"holds {len(hashes)} of {result['steps']} steps"
+            raise UserError(f"{result['folder']}/metrics.jsonl: {held}: it was cut or changed")
+        if len({r["codes"] for r in results if r["codes"]}) > 1:
+            raise UserError(f"{result['folder']}: trained with other sign codes than the arms before it; train it in another --out")
         reference = reference or hashes
         if hashes != reference:
             pairs = zip(hashes, reference, strict=False)

@@ -22,9 +22,9 @@ from models.errors import UsageError, UserError
 from models.evaluation.loss import Interrupted, Score, evaluate_loss
 from models.files import write_json
 from models.presets import describe
-from models.settings import RunSettings
+from models.settings import RunSettings, from_nested
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
-from models.training.folder import check_free, claim, read_result, record
+from models.training.folder import check_free, claim, read_result, record, refuse_changes
 from models.training.progress import Metrics, ProgressLine, read_metrics
 from models.training.schedule import build_optimizer, learning_rate
 from models.training.signals import Stopped, StopRequest
@@ -39,7 +39,7 @@ def train_run(settings: RunSettings, data: TokenData, out: Path, resume: bool, l
     """
     with claim(out):
         check_free(out, settings, resume)
-        finished = read_result(out)
+        finished = read_result(out, data.fingerprint)
         if finished is not None:
             print(f"{label}  already finished: validation loss {finished['loss']:.4f}", flush=True)
             return finished
@@ -64,15 +64,23 @@ class Run:
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.batches = Batches(data.train, settings.data.seq_len, settings.train.seed)
         self.step, self.tokens = 0, 0
+        self.facts = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint, "codes": fixed.codes_checksum}
         checkpoint = latest_checkpoint(out / "checkpoints")
         if checkpoint is not None:
             self._restore(checkpoint)
-        self.facts = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint, "device": str(self.device)}
-        record(out, settings, self.facts | {"from_step": self.step, "threads": torch.get_num_threads()})
+        record(out, settings, self.facts | {"device": str(self.device), "from_step": self.step, "threads": torch.get_num_threads()})
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.state["data"] != self.data.fingerprint:
-            raise UserError(f"{checkpoint.path}: trained on other data than {self.data.folder}: give that data, or another --out")
+        refuse_changes(from_nested(checkpoint.config), self.settings, checkpoint.path)
+        for what, now in self.facts.items():
+            if checkpoint.state[what] != now:
+                raise UserError(f"{checkpoint.path}: trained with other {what} than these; give the old {what}, or another --out")
+        logged = read_metrics(self.out / "metrics.jsonl")[: checkpoint.step]
+        if [row["step"] for row in logged] != list(range(1, checkpoint.step + 1)):
+            raise UserError(
+                f"{self.out / 'metrics.jsonl'}: was cut or changed (it lacks steps that {checkpoint.path.name} is the result of); "
+                "put the old file back, or give another --out"
+            )
         checkpoint.load_into(self.model, self.optimizer)
         self.step, self.tokens = checkpoint.step, checkpoint.state["tokens"]
 
@@ -89,7 +97,8 @@ class Run:
                 if board:
                     self._to_tensorboard(board, row)
                 progress.update(self.step, f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
-                self._save_if_due(stop)
+                self._save_if_due(metrics, stop)
+            metrics.sync()
             self.save()
             progress.update(self.step, "scoring the validation text")
             try:
@@ -110,9 +119,10 @@ class Run:
             with contextlib.suppress(Interrupted):
                 row["validation_loss"] = self.evaluate(rows, stop).loss
 
-    def _save_if_due(self, stop: StopRequest) -> None:
+    def _save_if_due(self, metrics: Metrics, stop: StopRequest) -> None:
         every = self.settings.train.save_every
         if stop.number is not None or (every and self.step % every == 0):
+            metrics.sync()  # a checkpoint must never be ahead of its log
             self.save()
         if stop.number is not None:
             raise Stopped(stop.number, self.step)
@@ -129,7 +139,7 @@ class Run:
             rows = f"rows {first} to {first + train.batch_size - 1}"
             raise UserError(
                 f"step {self.step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite, in batch {digest} ({rows}); "
-                "the weights are unchanged. Lower optim.lr, or look at those rows"
+                f"stopped before its update. Lower optim.lr, or look at those rows; the weights are those of step {self.step}"
             )
         rate = learning_rate(self.step, train.steps, optim)
         for group in self.optimizer.param_groups:
@@ -155,25 +165,28 @@ class Run:
         valid = int((targets != IGNORE).sum())
         total = torch.zeros((), device=self.device)
         for part, part_targets in zip(inputs.split(rows), targets.split(rows), strict=True):
-            with self._autocast():
+            with autocast(self.settings, self.device):
                 loss = self.model.loss(part.to(self.device), part_targets.to(self.device), denominator=valid)
             loss.backward()
             total += loss.detach()
         return total.item()
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.train.dtype == "bfloat16")
-
     def evaluate(self, limit: int, stop: StopRequest) -> Score:
         """Score the validation text (``limit`` windows of it, evenly spaced; 0: all). Raises Interrupted after a signal."""
         rows = self.settings.train.micro_batch_size or self.settings.train.batch_size
-        with self._autocast():
-            lengths, seq_len = self.data.tokenizer.byte_lengths(), self.settings.data.seq_len
-            return evaluate_loss(self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: stop.number is not None)
+        lengths, seq_len = self.data.tokenizer.byte_lengths(), self.settings.data.seq_len
+        with autocast(self.settings, self.device):
+            score = evaluate_loss(self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: stop.number is not None)
+        if not abs(score.nats) < float("inf"):
+            raise UserError(f"step {self.step}: the validation loss is {score.loss}; lower optim.lr, or go back to a checkpoint")
+        return score
 
     def save(self) -> None:
-        """Write a checkpoint of this step and drop old ones."""
+        """Write a checkpoint of this step and drop old ones. UserError, and nothing is written, when a weight is not finite."""
         folder = self.out / "checkpoints"
+        broken = [name for name, weight in self.model.named_parameters() if not weight.isfinite().all()]
+        if broken:
+            raise UserError(f"step {self.step}: its update left {broken[0]} with values that are not finite; lower optim.lr")
         state = {"step": self.step, "tokens": self.tokens, **self.facts}
         snapshot = Snapshot(self.model, self.optimizer, state, asdict(self.settings), self.data.folder / "tokenizer.json")
         save_checkpoint(folder, snapshot)
@@ -186,6 +199,7 @@ class Run:
         return {
             **score.to_json(),
             **Account.of(self.model, self.settings.data.seq_len).to_json(),
+            **self.facts,
             "steps": self.step,
             "tokens": self.tokens,
             "model_bytes": checkpoint.model_bytes,
@@ -199,14 +213,19 @@ class Run:
                 board.add_scalar(name, row[name], row["step"])
 
 
+def autocast(settings: RunSettings, device: torch.device) -> torch.autocast:
+    """The arithmetic that ``train.dtype`` asks for."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.train.dtype == "bfloat16")
+
+
 def choose_device(name: str) -> torch.device:
     """``auto`` is the GPU when there is one. Raises UsageError for a device that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros((), device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"train.device={name}: not usable here ({str(error).splitlines()[0]}); use auto or cpu") from None
     return device
 

@@ -1,11 +1,13 @@
 """What a run says while it works: a metrics file, and a line on the terminal that rewrites itself."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from models.errors import UserError
 from models.files import write_text
 
 
@@ -18,23 +20,35 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Append ``row``. Raises UserError that names the file when the disk refuses."""
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            hint = "free some space, then continue with --resume"
+            raise UserError(f"{self._file.name}: cannot be written ({error}); {hint}") from error
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file; none when it does not exist. A torn last line (a kill) is left out."""
+    """The rows of a metrics file up to the first that is torn (a kill) or foreign; none when it does not exist."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
     return rows
 
 

@@ -1,5 +1,6 @@
 """The fixed data an arm is built from: codes, bytes, matrix, prior. Only what the arm uses is made."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,11 @@ class FixedData:
     token_bytes: Tensor | None = None  # uint8 [V, P]
     lengths: Tensor | None = None  # integer [V]
     prior: Tensor | None = None  # log unigram frequency, fp32 [V]
+
+    @property
+    def codes_checksum(self) -> str | None:
+        """sha256 (hex) of the sign codes; None without any. Everything else follows from the data and the settings."""
+        return None if self.words is None else hashlib.sha256(self.words.numpy().tobytes()).hexdigest()
 
 
 def id_bits(size: int) -> int:
