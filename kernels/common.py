@@ -99,11 +99,17 @@ def require_number(op: str, name: str, value: object, low: float, high: float = 
     return float(value)
 
 
+def value_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Smallest and largest value of an integer tensor that is not empty; inside ``torch.func.vmap`` over all slices."""
+    low, high = torch.aminmax(_unbatched(tensor))
+    return int(low), int(high)
+
+
 def require_in_range(op: str, name: str, ids: torch.Tensor, size: int, what: str = "vocabulary") -> None:
     """In checked mode, raise IndexError when any id lies outside [0, size). Call it inside the op's real (non-fake) body."""
     if ids.numel() == 0 or not is_checked(ids.device):
         return
-    low, high = (int(v) for v in torch.aminmax(_unbatched(ids)))
+    low, high = value_range(ids)
     if low < 0 or high >= size:
         raise IndexError(f"{op}: {name} must lie in [0, {size}) ({what} size); got values from {low} to {high}")
 

@@ -7,7 +7,7 @@ Overpriced?", arXiv 2610.22428: x = M_in code). The codes stay packed, 32 to an 
 
 import torch
 
-from kernels.common import autocast_dtype, require_dtype, require_same_device, require_shape, select_impl
+from kernels.common import autocast_dtype, refuse_forward_ad, require_dtype, require_same_device, require_shape, select_impl
 
 from . import eager, naive
 from .packing import pack_sign_codes, unpack_sign_codes
@@ -40,4 +40,5 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
     weight = weight.to(autocast_dtype(weight))
     if select_impl(op, impl) == "naive":
         return naive.sign_code_embedding(ids, codes, weight)
+    refuse_forward_ad(op, weight)
     return eager.sign_code_embedding(ids, codes, weight)
