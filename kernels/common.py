@@ -144,7 +144,6 @@ def refuse_forward_ad(op: str, *tensors: torch.Tensor | None) -> None:
 
 def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor under a slice that ``torch.func.vmap`` shows; any other tensor as it is."""
-    if not torch.compiler.is_compiling():
-        while torch._C._functorch.is_batchedtensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

@@ -44,8 +44,8 @@ def kronecker_embedding(
 
     Returns: [*ids.shape, d].
 
-    Raises: TypeError (dtype), ValueError (shape, device, unknown impl; a length outside [0, P] in checked mode) and IndexError
-    (an id outside [0, V) in checked mode).
+    Raises: TypeError (dtype), ValueError (shape, device, unknown impl; a length outside [0, P] in checked mode), IndexError
+    (an id outside [0, V) in checked mode) and, on the eager path, RuntimeError (a forward-mode derivative).
     """
     op = "kronecker_embedding"
     _require_codec_inputs(op, ids, token_bytes, lengths)

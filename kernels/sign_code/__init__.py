@@ -28,7 +28,8 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
 
     Returns: [*ids.shape, d].
 
-    Raises: TypeError (dtype), ValueError (shape, device, unknown impl), IndexError (an id outside [0, V) in checked mode).
+    Raises: TypeError (dtype), ValueError (shape, device, unknown impl), IndexError (an id outside [0, V) in checked mode) and, on
+    the eager path, RuntimeError (a forward-mode derivative).
     """
     op = "sign_code_embedding"
     require_dtype(op, "ids", ids, (torch.int32, torch.int64))
