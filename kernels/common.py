@@ -6,10 +6,13 @@ table-free, the fast CPU path). The public function in its ``__init__.py`` valid
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
+from numbers import Real
 
 import torch
+from torch.autograd import forward_ad
 
 IMPLS = ("naive", "eager", "fused", "auto")
 _log = logging.getLogger("tablefree.kernels")
@@ -37,8 +40,10 @@ def select_impl(op: str, impl: str, available: Sequence[str] = ("naive", "eager"
 def is_checked(device: torch.device) -> bool:
     """Whether values (ids in range, targets in range) are checked on ``device``: by default on a CPU, where it costs no sync.
 
-    ``TABLEFREE_CHECKED=1`` checks everywhere, ``=0`` nowhere; ``checked_mode`` overrides both.
+    ``TABLEFREE_CHECKED=1`` checks everywhere, ``=0`` nowhere; ``checked_mode`` overrides both. A meta tensor has no values.
     """
+    if device.type == "meta":
+        return False
     if _checked_override is not None:
         return _checked_override
     setting = os.environ.get("TABLEFREE_CHECKED")
@@ -85,11 +90,26 @@ def require_same_device(op: str, **tensors: torch.Tensor | None) -> None:
         raise ValueError(f"{op}: all tensors must be on one device, got " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
 
 
+def require_number(op: str, name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    """``value`` as a float; ValueError unless it is a finite number in [low, high], or in (low, high] with ``above``."""
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < low or value > high or (above and value == low):
+        limit = f"{'>' if above else '>='} {low:g}" + (f" and <= {high:g}" if high < math.inf else "")
+        raise ValueError(f"{op}: {name} must be a finite number {limit}; got {value!r}")
+    return float(value)
+
+
+def value_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Smallest and largest value of an integer tensor that is not empty; inside ``torch.func.vmap`` over all slices."""
+    low, high = torch.aminmax(_unbatched(tensor))
+    return int(low), int(high)
+
+
 def require_in_range(op: str, name: str, ids: torch.Tensor, size: int, what: str = "vocabulary") -> None:
     """In checked mode, raise IndexError when any id lies outside [0, size). Call it inside the op's real (non-fake) body."""
     if ids.numel() == 0 or not is_checked(ids.device):
         return
-    low, high = (int(v) for v in torch.aminmax(ids))
+    low, high = value_range(ids)
     if low < 0 or high >= size:
         raise IndexError(f"{op}: {name} must lie in [0, {size}) ({what} size); got values from {low} to {high}")
 
@@ -97,4 +117,33 @@ def require_in_range(op: str, name: str, ids: torch.Tensor, size: int, what: str
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype an op's floating operand should have: autocast's when autocast is on for its device, else its own."""
     device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else tensor.dtype
+
+
+def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A block with autocast off for the tensor's device; meta tensors know no autocast, so there is nothing to turn off."""
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+
+
+def wants_gradient(tensor: torch.Tensor) -> bool:
+    """Whether autograd may ask for the gradient of ``tensor``; a tensor mapped by ``torch.func.vmap`` does not say so itself."""
+    return torch.is_grad_enabled() and _unbatched(tensor).requires_grad
+
+
+def refuse_forward_ad(op: str, *tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError when a tensor carries a forward-mode tangent: a registered op would drop it and the result be wrong."""
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(_unbatched(tensor)).tangent is not None:
+            raise RuntimeError(
+                f"{op}: forward-mode differentiation (torch.func.jvp, jacfwd, make_dual) is available only with impl='naive'; "
+                "use that, or reverse mode (backward, torch.autograd.grad)"
+            )
+
+
+def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor under a slice that ``torch.func.vmap`` shows; any other tensor as it is."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

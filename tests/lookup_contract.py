@@ -3,6 +3,9 @@
 import pytest
 import torch
 from support import LargestTensor, assert_as_accurate, relative_error, strided
+from torch.autograd import forward_ad
+
+from kernels.common import checked_mode
 
 SHAPES = [(), (0,), (1,), (3, 0, 2), (2, 7), (257,)]
 
@@ -171,6 +174,43 @@ class LookupContract:
             expected = self.both(ids, constants, weight, upstream, "eager")
             assert torch.equal(output, expected[0])
             assert torch.equal(torch.autograd.grad(output, weight, upstream)[0], expected[1])
+
+    def test_forward_mode_is_refused_by_eager_and_runs_in_naive(self):
+        ids, constants, weight = self.ids(5), self.constants(), self.weight().detach()
+        refused = pytest.raises(RuntimeError, match="_embedding: forward-mode.*impl='naive'")
+        with refused:
+            torch.func.jvp(lambda w: self.embed(ids, constants, w), (weight,), (weight,))
+        with forward_ad.dual_level():
+            direction = torch.randn_like(weight)
+            dual = forward_ad.make_dual(weight, direction)
+            with refused:
+                self.embed(ids, constants, dual)
+            tangent = forward_ad.unpack_dual(self.embed(ids, constants, dual, "naive")).tangent
+            assert relative_error(tangent, self.embed(ids, constants, direction)) < 1e-12
+            output = self.embed(ids, constants, weight.clone().requires_grad_())
+            with refused:  # a tangent that arrives with the upstream gradient
+                output.backward(forward_ad.make_dual(torch.ones_like(output), torch.ones_like(output)))
+
+    def test_vmap_over_ids_keeps_the_gradient(self):
+        ids, constants, weight = self.ids(4, 3), self.constants(), self.weight()
+        upstream = torch.randn(4, 3, self.width, dtype=torch.float64)
+        expected = self.both(ids, constants, weight, upstream, "naive")
+        for impl in ("eager", "naive"):
+            output = torch.func.vmap(lambda i, impl=impl: self.embed(i, constants, weight, impl))(ids)
+            ours = output.detach(), torch.autograd.grad(output, weight, upstream)[0]
+            assert all(relative_error(a, b) < 1e-12 for a, b in zip(ours, expected, strict=True))
+            with pytest.raises(IndexError, match="ids must lie in"):
+                torch.func.vmap(lambda i, impl=impl: self.embed(i, constants, weight, impl))(ids + self.vocabulary)
+
+    def test_meta_tensors_give_shapes(self):
+        ids, *constants = (t.to("meta") for t in (self.ids(4, 3), *self.constants()))
+        weight = self.weight(torch.bfloat16).detach().to("meta").requires_grad_()
+        for impl in ("eager", "naive"):
+            with checked_mode(True):  # there is nothing to check
+                output = self.embed(ids, constants, weight, impl)
+                (grad,) = torch.autograd.grad(output.sum(), weight)
+            assert (output.shape, output.dtype, output.is_meta) == ((4, 3, self.width), torch.bfloat16, True)
+            assert (grad.shape, grad.dtype, grad.is_meta) == (weight.shape, torch.bfloat16, True)
 
     def test_no_table_is_materialised(self):
         ids, constants = torch.randperm(self.vocabulary)[: self.tokens_for_memory], self.constants()

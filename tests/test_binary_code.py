@@ -5,6 +5,7 @@ import torch
 from support import LargestTensor, strided
 
 from kernels.binary_code import LIFTS, SCALES, binary_code_embedding, eager, pack_gf2_matrix, unpack_gf2_matrix
+from kernels.common import checked_mode
 
 BITS = [1, 2, 7, 16, 31, 62]
 
@@ -101,6 +102,15 @@ def test_opcheck_and_compile():
     for tokens in (6, 11):
         ids = torch.randint(0, 2**16, (tokens,))
         assert torch.equal(compiled(ids), binary_code_embedding(ids, 40, bits=16, matrix=matrix))
+
+
+@pytest.mark.parametrize("impl", ["eager", "naive"])
+def test_meta_tensors_give_shapes(impl):
+    ids, matrix = torch.zeros(4, 3, dtype=torch.int32, device="meta"), pack_gf2_matrix(torch.eye(16, device="meta"))
+    with checked_mode(True):  # there is nothing to check
+        output = binary_code_embedding(ids, 40, bits=16, matrix=matrix, offset=5, dtype=torch.bfloat16, impl=impl)
+    assert (output.shape, output.dtype, output.is_meta) == ((4, 3, 40), torch.bfloat16, True)
+    assert unpack_gf2_matrix(matrix).shape == (16, 16) and matrix.is_meta
 
 
 def test_no_table_no_gradient_and_inputs_left_alone():

@@ -6,8 +6,10 @@ import pytest
 import torch
 from bitlinear_support import MODES, ids, inputs, run
 from support import LargestTensor, strided
+from torch.autograd import forward_ad
 
-from kernels.bitlinear import bit_linear, eager, pack_ternary, packed_bit_linear
+from kernels.bitlinear import bit_linear, eager, pack_ternary, packed_bit_linear, unpack_ternary
+from kernels.common import checked_mode
 
 # --- the autograd and compiler contract ---------------------------------------------------------------------------------------
 
@@ -130,6 +132,44 @@ def test_differentiable_once(name):
     (grad,) = torch.autograd.grad(bit_linear(**given).square().sum(), given[name], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "norm_weight", "bias"])
+def test_forward_mode_is_refused_by_eager_and_runs_in_naive(name):
+    given = {n: t.detach() for n, t in inputs(gains=True).items()}
+    packed, scale = pack_ternary(given["weight"])
+    refused = pytest.raises(RuntimeError, match="bit_linear: forward-mode.*impl='naive'")
+    with refused:
+        torch.func.jvp(lambda t: bit_linear(**given | {name: t}), (given[name],), (given[name],))
+    with forward_ad.dual_level():
+        dual = given | {name: forward_ad.make_dual(given[name], torch.ones_like(given[name]))}
+        with refused:
+            bit_linear(**dual)
+        assert forward_ad.unpack_dual(bit_linear(**dual, impl="naive")).tangent.any()
+        if name != "weight":
+            dual.pop("weight")
+            with refused:
+                packed_bit_linear(packed=packed, scale=scale, **dual)
+    with forward_ad.dual_level():  # a tangent that arrives with the upstream gradient
+        y = bit_linear(**given | {name: given[name].clone().requires_grad_()})
+        with refused:
+            y.backward(forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
+
+
+@pytest.mark.parametrize("impl", ["naive", "eager"])
+@pytest.mark.parametrize("mode", MODES, ids=ids)
+def test_meta_tensors_give_shapes(mode, impl):
+    given = {n: t.detach().to("meta").requires_grad_() for n, t in inputs(gains=mode[1], dtype=torch.float16).items()}
+    with checked_mode(True):
+        y = bit_linear(**given, norm=mode[0], impl=impl)
+        grads = torch.autograd.grad(y.sum(), list(given.values()))
+        packed, scale = pack_ternary(given["weight"], "row")
+        again = packed_bit_linear(given["x"], packed, scale, norm=mode[0], impl=impl)
+        ternary = unpack_ternary(packed, 33)
+    assert (y.shape, y.dtype, again.shape, again.dtype) == ((7, 13), torch.float16, (7, 13), torch.float16)
+    assert [(g.shape, g.dtype) for g in grads] == [(t.shape, t.dtype) for t in given.values()]
+    assert (packed.shape, scale.shape, ternary.shape, ternary.dtype) == ((13, 9), (13,), (13, 33), torch.int8)
+    assert all(t.is_meta for t in (y, *grads, again, packed, scale, ternary))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_registration():
     hidden.requires_grad_(), prior.requires_grad_()
     args = (hidden, codes, prior, targets, -100, 0.1, 0.01, 3.0, True, True)
     torch.library.opcheck(eager.code_cross_entropy, args)
-    torch.library.opcheck(eager.code_cross_entropy, (hidden, codes, None, targets.int(), -100, 0.0, 0.0, None, True, False))
+    torch.library.opcheck(eager.code_cross_entropy, (hidden, codes, None, targets, -100, 0.0, 0.0, None, True, False))
     loss, lse, logprob, _, _, rows = (output.detach() for output in eager.code_cross_entropy(*args))
     torch.library.opcheck(gradients.hidden_grad, (loss, rows, targets, -100, torch.float64))
     constants = (hidden.detach(), codes, prior.detach(), targets, lse, logprob)

@@ -151,3 +151,10 @@ def test_unchecked_mode_still_never_reads_outside_the_buffer():
     constants = byte_buffer(10, 4)
     with checked_mode(False), pytest.raises((IndexError, RuntimeError)):
         kronecker_embedding(torch.tensor([10]), *constants, torch.randn(1024, 2))
+
+
+@pytest.mark.parametrize("impl", ["eager", "naive"])
+def test_codec_of_meta_tensors_is_a_shape(impl):
+    token_bytes, lengths = (t.to("meta") for t in byte_buffer(7, 4))
+    codec = kronecker_codec(torch.zeros(2, 3, dtype=torch.int64, device="meta"), token_bytes, lengths, impl=impl)
+    assert (codec.shape, codec.dtype, codec.is_meta) == ((2, 3, 1024), torch.float32, True)

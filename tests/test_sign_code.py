@@ -126,3 +126,9 @@ def test_bad_arguments():
         pack_sign_codes(torch.ones(3))
     with pytest.raises(TypeError, match="real or bool, got torch.complex64"):
         pack_sign_codes(torch.ones(1, 2, dtype=torch.complex64))
+
+
+def test_packing_meta_tensors_gives_shapes():
+    codes = pack_sign_codes(torch.randn(5, 40, device="meta"))
+    assert (codes.shape, codes.dtype, codes.is_meta) == ((5, 2), torch.int32, True)
+    assert unpack_sign_codes(codes, 40).shape == (5, 40)

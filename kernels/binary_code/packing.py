@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.common import is_checked, require_in_range, require_shape, require_tensor
+from kernels.common import is_checked, require_in_range, require_shape, require_tensor, value_range
 
 
 def pack_gf2_matrix(matrix: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,7 @@ def pack_gf2_matrix(matrix: torch.Tensor) -> torch.Tensor:
     require_shape(op, "matrix", matrix, (bits, bits))
     if bits > 62:
         raise ValueError(f"{op}: matrix must have at most 62 rows, got {bits}")
-    if not bool(((matrix == 0) | (matrix == 1)).all()):
+    if not matrix.is_meta and not bool(((matrix == 0) | (matrix == 1)).all()):
         raise ValueError(f"{op}: matrix must hold only 0 and 1")
     return (matrix.long() << torch.arange(bits, device=matrix.device)).sum(1)
 
@@ -32,7 +32,7 @@ def require_values(ids: torch.Tensor, bits: int, matrix: torch.Tensor | None) ->
     op = "binary_code_embedding"
     require_in_range(op, "ids", ids, 2**bits, what=f"2**bits with bits={bits}, the code space's")
     if matrix is not None and is_checked(matrix.device):
-        low, high = (int(v) for v in torch.aminmax(matrix))
+        low, high = value_range(matrix)
         if low < 0 or high >= 2**bits:
             raise ValueError(
                 f"{op}: matrix must hold masks in [0, 2**{bits}), one per row, as pack_gf2_matrix makes them; "

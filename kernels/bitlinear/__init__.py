@@ -13,7 +13,7 @@ import torch
 
 from kernels.bitlinear import eager, naive
 from kernels.bitlinear.packing import decode, decode_table, packed_width, require_valid_codes
-from kernels.common import autocast_dtype, require_dtype, require_same_device, require_shape, select_impl
+from kernels.common import autocast_dtype, require_dtype, require_number, require_same_device, require_shape, select_impl
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCALES = ("tensor", "row")
@@ -34,17 +34,19 @@ def bit_linear(
 
     x [..., K], weight [N, K], norm_weight [K] and bias [N] floating. ``scale`` of the ternary weights: mean absolute value of the
     whole matrix ("tensor", BitNet) or of each output row ("row"). ``norm=False`` leaves the RMS norm out.
-    A zero row of x and a zero matrix give 0 (plus bias) and finite gradients. Differentiable once, in x, weight, norm_weight and
-    bias.
-    Raises TypeError or ValueError for a wrong type, dtype, shape, device or option.
+    A zero row of x and a zero matrix give 0 (plus bias) and finite gradients; the norm holds for rows as large as the dtype.
+    Differentiable once, in x, weight, norm_weight and bias.
+    Raises TypeError or ValueError for a wrong type, dtype, shape, device or option (eps must be above 0), and on the eager path
+    RuntimeError for a second or a forward-mode derivative.
     """
     _require_input("bit_linear", x, norm_weight, bias, norm)
+    eps = require_number("bit_linear", "eps", eps, 0, above=True)
     _require_weight("bit_linear", weight, scale)
     require_shape("bit_linear", "weight", weight, ("N", x.shape[-1]))
     _require_rows("bit_linear", x, norm_weight, bias, weight.shape[0])
     require_same_device("bit_linear", x=x, weight=weight, norm_weight=norm_weight, bias=bias)
     run = naive if select_impl("bit_linear", impl) == "naive" else eager
-    y = run.bit_linear(_rows(x), weight, norm_weight, bias, float(eps), scale, norm, autocast_dtype(x))
+    y = run.bit_linear(_rows(x), weight, norm_weight, bias, eps, scale, norm, autocast_dtype(x))
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -85,6 +87,7 @@ def packed_bit_linear(
     and bias. Raises as ``bit_linear`` does, and ValueError (checked mode) when packed holds the code 3.
     """
     _require_input("packed_bit_linear", x, norm_weight, bias, norm)
+    eps = require_number("packed_bit_linear", "eps", eps, 0, above=True)
     _require_packed("packed_bit_linear", packed, x.shape[-1])
     require_dtype("packed_bit_linear", "scale", scale, FLOATS)
     if scale.dim():
@@ -92,7 +95,7 @@ def packed_bit_linear(
     _require_rows("packed_bit_linear", x, norm_weight, bias, packed.shape[0])
     require_same_device("packed_bit_linear", x=x, packed=packed, scale=scale, norm_weight=norm_weight, bias=bias)
     run = naive if select_impl("packed_bit_linear", impl) == "naive" else eager
-    y = run.packed_bit_linear(_rows(x), packed, scale, norm_weight, bias, float(eps), norm, autocast_dtype(x))
+    y = run.packed_bit_linear(_rows(x), packed, scale, norm_weight, bias, eps, norm, autocast_dtype(x))
     return y.reshape(*x.shape[:-1], packed.shape[0])
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kernels.bitlinear.naive import MIN_MAGNITUDE
+from kernels.bitlinear.naive import MIN_MAGNITUDE, inverse_rms, row_units
 from kernels.bitlinear.packing import decode, decode_table, pack_codes, packed_width, require_valid_codes
+from kernels.common import refuse_forward_ad, without_autocast
 
 CHUNK_ELEMENTS = 1 << 21  # decoded at a time: 8 MiB of fp32
 MaybeTensor = torch.Tensor | None
@@ -28,7 +29,7 @@ def exact_dtype(columns: int) -> torch.dtype:
 def _without_autocast(function: Callable) -> Callable:
     @functools.wraps(function)
     def wrapped(tensor: torch.Tensor, *args):
-        with torch.autocast(tensor.device.type, enabled=False):
+        with without_autocast(tensor):
             return function(tensor, *args)
 
     return wrapped
@@ -87,9 +88,13 @@ def linear(
     require_valid_codes(packed)
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
-    r = torch.rsqrt(y.square().mean(dim=-1) + eps) if norm else torch.ones_like(y[:, 0])
+    r = torch.ones_like(y[:, 0])
     if norm:
-        y = y * r[:, None]
+        units = row_units(y)
+        y = y / units
+        factor = inverse_rms(y, units, eps)
+        y.mul_(factor)
+        r = (factor / units)[:, 0]
     if norm_weight is not None:
         y = y * norm_weight.to(wide)
     largest = y.abs().amax(dim=-1).clamp_min(MIN_MAGNITUDE)
@@ -171,6 +176,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, *_):
+    refuse_forward_ad("bit_linear", grad)
     q, step, r, packed, scale, x, norm_weight = ctx.saved_tensors
     need_x, need_weight, _, _, need_gain, need_bias = ctx.needs_input_grad[:6]
     d_x = d_gain = d_weight = d_bias = None
@@ -191,6 +197,7 @@ def bit_linear(
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """x [M, K], weight [N, K] -> [M, N] in ``dtype``"""
+    refuse_forward_ad("bit_linear", x, weight, norm_weight, bias)
     packed, steps = pack(weight.detach(), scale == "row")
     return linear(x, weight, packed, steps, norm_weight, bias, eps, norm, dtype)[0]
 
@@ -200,4 +207,5 @@ def packed_bit_linear(
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """x [M, K], packed uint8 [N, ceil(K/4)] -> [M, N] in ``dtype``"""
+    refuse_forward_ad("packed_bit_linear", x, scale, norm_weight, bias)
     return linear(x, None, packed, scale, norm_weight, bias, eps, norm, dtype)[0]

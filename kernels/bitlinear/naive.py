@@ -11,11 +11,25 @@ dequantised q * a/127 instead of y_hat, so that nothing but the int8 activations
 term of relative size 1/(254 sqrt(K)). With gains it is exact, because a gain near 0 hides y_hat from q.
 """
 
+import math
+
 import torch
 
 from kernels.bitlinear.packing import decode, decode_table, require_valid_codes
 
 MIN_MAGNITUDE = 1e-5
+
+
+def row_units(x: torch.Tensor) -> torch.Tensor:
+    """A power of two [M, 1] per row of x [M, K], at least 1: x over it is exact, and its squares cannot overflow."""
+    largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)
+    return torch.exp2((torch.frexp(largest).exponent - 1).clamp_min(0).to(x.dtype))
+
+
+def inverse_rms(x: torch.Tensor, units: torch.Tensor, eps: float) -> torch.Tensor:
+    """[M, 1]: what x [M, K], rows already over ``units``, is multiplied by in the RMS norm; never infinite, however small eps."""
+    mean = x.square().mean(dim=-1, keepdim=True) + eps / units / units
+    return torch.rsqrt(mean.clamp_min(torch.finfo(x.dtype).tiny))
 
 
 def quantize_rows(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +61,10 @@ def forward(
     """x [M, K], ternary t int8 [N, K], its scale g [] or [N] -> [M, N] in ``dtype``; ``weight`` (if any) receives a gradient."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x, g = x.to(wide), g.to(wide)
-    r = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    if norm:
+        units = row_units(x.detach())
+        x = x / units
+        r = inverse_rms(x, units, eps)
     y = x * r if norm else x
     if norm_weight is not None:
         y = y * norm_weight.to(wide)
@@ -58,9 +75,11 @@ def forward(
         y = r * (x - activations * (activations * x).mean(dim=-1, keepdim=True))
     weights = t * _column(g)
     value = accumulate(q, t) * step[:, None] * g
-    # Straight-through: the value comes from the integers, the gradient from this product.
-    through_weight = weights if weight is None else weights + _zero(weight.to(wide))
-    out = value + _zero((activations + _zero(y)) @ through_weight.T)
+    # Straight-through: the value comes from the integers, the gradient from products with zeros (the products themselves might
+    # overflow, and inf - inf is not 0).
+    out = value + _zero(y) @ weights.T
+    if weight is not None:
+        out = out + activations @ _zero(weight.to(wide)).T
     return (out if bias is None else out + bias.to(wide)).to(dtype)
 
 

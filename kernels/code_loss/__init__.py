@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.common import autocast_dtype, select_impl
+from kernels.common import autocast_dtype, refuse_forward_ad, require_number, select_impl, wants_gradient, without_autocast
 
 from . import checks, decode, gradients, naive, sampling
 
@@ -74,24 +74,28 @@ def code_cross_entropy(
     Returns: the loss, fp32 (fp64 for fp64 hidden), a scalar or [...] for "none".
 
     Raises: TypeError (dtype), ValueError (shape, device, option, unknown impl), IndexError (a target out of range, in checked
-    mode; unchecked, the loss of such a token is NaN). The eager path has no second derivative: asking for it raises RuntimeError.
+    mode; unchecked, the loss of such a token is NaN). The eager path has no second and no forward-mode derivative: asking for
+    one raises RuntimeError.
     """
     op = "code_cross_entropy"
     rows = _token_rows(op, hidden, codes, prior)
     checks.require_per_token(op, "targets", targets, hidden, (torch.int32, torch.int64))
+    targets = targets.long()  # before any comparison: int32 would wrap an ignore_index beyond its range
     if token_weights is not None:
         checks.require_per_token(op, "token_weights", token_weights, hidden, checks.FLOATS)
     checks.require_reduction(op, reduction, denominator)
     checks.require_integer(op, "ignore_index", ignore_index)
-    label_smoothing = checks.require_number(op, "label_smoothing", label_smoothing, 0, 1)
-    numbers = (ignore_index, label_smoothing, checks.require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
+    label_smoothing = require_number(op, "label_smoothing", label_smoothing, 0, 1)
+    numbers = (ignore_index, label_smoothing, require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
     chosen = select_impl(op, impl)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         if chosen == "naive":
             outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
         else:
-            wanted = torch.is_grad_enabled() and rows.requires_grad
-            outputs = gradients.code_cross_entropy(rows, codes, prior, targets.reshape(-1), *numbers, wanted, return_aux)
+            refuse_forward_ad(op, rows, prior)
+            outputs = gradients.code_cross_entropy(
+                rows, codes, prior, targets.reshape(-1), *numbers, wants_gradient(rows), return_aux
+            )
         losses, *values = (output.view(targets.shape) for output in outputs[:5])
         loss = checks.reduce_losses(losses, targets != ignore_index, token_weights, reduction, denominator)
     return (loss, CodeLossAux(*(value.detach() for value in values))) if return_aux else loss
@@ -102,16 +106,17 @@ def code_logits(
 ) -> torch.Tensor:
     """All scores [..., V] of hidden [..., K], fp32 (fp64 for fp64); the codes are never unpacked as a whole.
 
-    Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises TypeError and ValueError as it does.
+    Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises as it does.
     """
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)
     softcap = checks.require_softcap(op, softcap)
     chosen = select_impl(op, impl)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         if chosen == "naive":
             scores = naive.logits(rows, codes, prior, softcap)
         else:
+            refuse_forward_ad(op, rows, prior)
             scores = decode.code_scores(rows, codes, prior)
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     return scores.view(*hidden.shape[:-1], codes.shape[0])
@@ -137,7 +142,7 @@ def code_topk(
     rows = _token_rows(op, hidden, codes, prior).detach()
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
     run = naive.topk if select_impl(op, impl) == "naive" else decode.code_topk
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         values, ids = run(rows, codes, None if prior is None else prior.detach(), k, softcap)
     return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
 
@@ -180,9 +185,9 @@ def code_sample(
     """
     op = "code_sample"
     rows = _token_rows(op, hidden, codes, prior).detach()
-    seed, temperature = checks.require_integer(op, "seed", seed), checks.require_number(op, "temperature", temperature, 0)
+    seed, temperature = checks.require_integer(op, "seed", seed), require_number(op, "temperature", temperature, 0)
     top_k = None if top_k is None else checks.require_k(op, top_k, codes.shape[0], "top_k")
-    numbers = (top_k, checks.require_number(op, "top_p", top_p, 0, 1, above=True), checks.require_number(op, "min_p", min_p, 0, 1))
+    numbers = (top_k, require_number(op, "top_p", top_p, 0, 1, above=True), require_number(op, "min_p", min_p, 0, 1))
     softcap = checks.require_softcap(op, softcap)
     if positions is None:
         positions = torch.arange(rows.shape[0], device=hidden.device)
@@ -192,7 +197,7 @@ def code_sample(
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
     run = naive.sample if select_impl(op, impl) == "naive" else sampling.code_sample
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         ids = run(rows, codes, None if prior is None else prior.detach(), positions, seed, temperature, *numbers, softcap)
     return ids.view(hidden.shape[:-1])
 

@@ -1,11 +1,8 @@
 """Argument checks of the code-scoring functions, and the reduction of per-token losses."""
 
-import math
-from numbers import Real
-
 import torch
 
-from kernels.common import require_dtype, require_same_device, require_shape
+from kernels.common import require_dtype, require_in_range, require_number, require_same_device, require_shape
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,15 +20,6 @@ def require_operands(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: 
         require_dtype(op, "prior", prior, FLOATS)
         require_shape(op, "prior", prior, (codes.shape[0],))
     require_same_device(op, hidden=hidden, codes=codes, prior=prior)
-
-
-def require_number(op: str, name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> float:
-    """``value`` as a float; ValueError unless it is a finite number in [low, high], or in (low, high] with ``above``."""
-    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < low or value > high or (above and value == low):
-        limit = f"{'>' if above else '>='} {low:g}" + (f" and <= {high:g}" if high < math.inf else "")
-        raise ValueError(f"{op}: {name} must be a finite number {limit}; got {value!r}")
-    return float(value)
 
 
 def require_softcap(op: str, softcap: float | None) -> float | None:
@@ -58,6 +46,17 @@ def require_reduction(op: str, reduction: str, denominator: float | torch.Tensor
         require_shape(op, "denominator", denominator, ())
     else:
         require_number(op, "denominator", denominator, 0, above=True)
+
+
+def checked_targets(targets: torch.Tensor, ignore_index: int, vocabulary: int) -> torch.Tensor:
+    """Targets int64 [T] with -1 where ignored; IndexError in checked mode when another one lies outside [0, V).
+
+    Unchecked, one that is out of range becomes V: it is never met, and its loss is NaN.
+    """
+    ignored = targets == ignore_index
+    require_in_range("code_cross_entropy", "targets", torch.where(ignored, 0, targets), vocabulary)
+    out_of_range = (targets < 0) | (targets >= vocabulary)
+    return torch.where(ignored, -1, torch.where(out_of_range, vocabulary, targets))
 
 
 def reduce_losses(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernels.common import refuse_forward_ad
 from kernels.segments import accumulation_dtype
 from kernels.sign_code import unpack_sign_codes
 
@@ -71,6 +72,7 @@ def _save_scores(ctx, inputs, output):
 
 
 def _scores_gradients(ctx, grad):
+    refuse_forward_ad("code_logits", grad)
     for_hidden = code_scores_hidden_grad(grad, *ctx.saved_tensors, ctx.width, ctx.dtype) if ctx.needs_input_grad[0] else None
     return for_hidden, None, grad.sum(0).to(ctx.prior_dtype) if ctx.needs_input_grad[2] else None
 
@@ -81,6 +83,7 @@ def _save_hidden_grad(ctx, inputs, output):
 
 
 def _hidden_grad_gradient(ctx, grad):
+    refuse_forward_ad("code_logits", grad)
     return code_scores(grad, *ctx.saved_tensors, None).to(ctx.dtype), None, None, None
 
 

@@ -12,10 +12,10 @@ import math
 
 import torch
 
-from kernels.common import require_in_range
 from kernels.segments import accumulation_dtype
 from kernels.sign_code import unpack_sign_codes
 
+from .checks import checked_targets
 from .scoring import BLOCK, CHUNK, block_tables, byte_rows, chunk_scores, scaled_hidden, slope, spans
 
 _TABLE_BYTES = 1 << 25
@@ -183,18 +183,6 @@ def group_size(hidden: torch.Tensor) -> int:
     """Tokens whose look-up tables fit in ``_TABLE_BYTES``, in whole blocks."""
     per_token = -(-hidden.shape[1] // 8) * 256 * (8 if hidden.dtype == torch.float64 else 4)
     return max(1, _TABLE_BYTES // (per_token * BLOCK)) * BLOCK
-
-
-def checked_targets(targets: torch.Tensor, ignore_index: int, vocabulary: int) -> torch.Tensor:
-    """Targets [T] as int64 with -1 where ignored; IndexError in checked mode when another one lies outside [0, V).
-
-    Unchecked, one that is out of range becomes V: it is never met, and its loss is NaN.
-    """
-    ignored = targets == ignore_index
-    require_in_range("code_cross_entropy", "targets", torch.where(ignored, 0, targets), vocabulary)
-    targets = targets.long()
-    out_of_range = (targets < 0) | (targets >= vocabulary)
-    return torch.where(ignored, -1, torch.where(out_of_range, vocabulary, targets))
 
 
 @torch.library.custom_op("tablefree::code_cross_entropy", mutates_args=())

@@ -2,7 +2,10 @@
 
 import torch
 
-from .eager import checked_targets, code_cross_entropy, group_size
+from kernels.common import refuse_forward_ad
+
+from .checks import checked_targets
+from .eager import code_cross_entropy, group_size
 from .scoring import CHUNK, block_tables, byte_rows, chunk_scores, scaled_hidden, slope, spans
 
 
@@ -82,6 +85,9 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, grad, *unused):
+    refuse_forward_ad("code_cross_entropy", grad)
+    if ctx.needs_input_grad[0] and not ctx.with_hidden:
+        raise RuntimeError("code_cross_entropy: the gradient of hidden is wanted now but was not when the loss was computed")
     targets, rows, *saved = ctx.saved_tensors
     ignore_index = ctx.numbers[0]
     for_hidden = hidden_grad(grad, rows, targets, ignore_index, ctx.dtype) if ctx.with_hidden else None

@@ -7,6 +7,7 @@ import torch
 from kernels.segments import accumulation_dtype
 from kernels.sign_code import unpack_sign_codes
 
+from .checks import checked_targets
 from .sampling import gumbel
 
 
@@ -31,11 +32,12 @@ def token_losses(
     aux: bool,
 ) -> list[torch.Tensor]:
     """[loss] or, with ``aux``, [loss, lse, target logprob, argmax, entropy], each [T]; only the first is differentiable."""
-    scores = logits(hidden, codes, prior, softcap)
-    valid = targets != ignore_index
+    targets = checked_targets(targets, ignore_index, codes.shape[0])
+    valid = targets >= 0
+    # Masked before scoring: 0 * NaN would let an ignored row that is not finite into every gradient.
+    scores = logits(torch.where(valid[:, None], hidden, 0.0), codes, prior, softcap)
     logprobs = torch.log_softmax(scores, 1)
-    target_logprob = logprobs.gather(1, torch.where(valid, targets, 0).long()[:, None])[:, 0]
-    loss = -target_logprob
+    loss = -_at_targets(logprobs, targets)
     if label_smoothing:
         loss = (1 - label_smoothing) * loss - label_smoothing * logprobs.mean(1)
     if z_loss:
@@ -44,8 +46,18 @@ def token_losses(
     if not aux:
         return [loss]
     with torch.no_grad():
+        scores = logits(hidden, codes, prior, softcap)  # of ignored tokens too
+        logprobs = torch.log_softmax(scores, 1)
         entropy = torch.special.entr(logprobs.exp()).sum(1)
-        return [loss, torch.logsumexp(scores, 1), torch.where(valid, target_logprob, 0.0), scores.argmax(1), entropy]
+        taken = torch.where(valid, _at_targets(logprobs, targets), 0.0)
+        return [loss, torch.logsumexp(scores, 1), taken, scores.argmax(1), entropy]
+
+
+def _at_targets(logprobs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The targets' entries [T] of logprobs [T, V]; NaN, in the gradient too, for a target past the vocabulary."""
+    vocabulary = logprobs.shape[1]
+    found = logprobs.gather(1, targets.clamp(0, vocabulary - 1)[:, None])[:, 0]
+    return found * torch.where(targets >= vocabulary, math.nan, 1.0)
 
 
 def topk(

@@ -5,8 +5,9 @@ the batch, on the number of threads or on where the vocabulary is cut. Probabili
 in units of 2^-40), because integer sums do not depend on their order; so the set that top-p keeps is exact in those units.
 
 top-p without sorting V scores: a score's bits, read as an ordered integer, are searched 16 at a time. One pass over the
-vocabulary sums the probability in each of 65,536 bins of the high bits, a second that of the low bits inside the bin where
-the sum from above reaches top_p; that names the threshold score. Among tokens exactly at it, the lowest ids are kept.
+vocabulary sums the probability in each of 65,536 bins of the highest bits, the next that of the bits below inside the bin where
+the sum from above reaches top_p, and so on (two passes for fp32 scores, four for fp64); the last names the threshold score.
+Among tokens exactly at it, the lowest ids are kept.
 """
 
 import dataclasses
@@ -78,9 +79,10 @@ def _from_list(values: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor,
 
 
 def _ordered_bits(scores: torch.Tensor) -> torch.Tensor:
-    """int64 in [0, 2^32) in the order of the fp32 scores, equal for equal ones (-0 is 0, NaN is +inf)."""
-    bits = (order_keys(scores.float()) + 0.0).view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
+    """int64 in the order of the fp32 or fp64 scores, equal for equal ones (-0 is 0, NaN is +inf); negative for negative ones."""
+    integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    bits = (order_keys(scores) + 0.0).view(integer)
+    return (bits ^ ((bits >> (bits.itemsize * 8 - 1)) & torch.iinfo(integer).max)).long()
 
 
 @dataclasses.dataclass
@@ -109,21 +111,23 @@ def _descend(sums: torch.Tensor, above: torch.Tensor, wanted: torch.Tensor) -> t
 
 
 def _find_cut(operands: tuple, top: torch.Tensor, options: Filter) -> _Cut:
-    """Two passes over the vocabulary; see the module's text."""
+    """A pass over the vocabulary for every 16 bits of a score; see the module's text."""
     above = torch.zeros(top.shape, dtype=torch.int64, device=top.device)
-    high = wanted = None
-    for level in range(2):
+    found = wanted = None
+    for shift in range(top.itemsize * 8 - 16, -1, -16):
         sums = above.new_zeros(top.shape[0], _BINS)
         for _, scores in score_chunks(*operands):
-            bits, masses = _ordered_bits(scores), _masses(_gaps(scores, top, options.temperature))
-            if level:
-                masses.masked_fill_((bits >> 16) != high, 0)
-            sums.scatter_add_(1, (bits & (_BINS - 1) if level else bits >> 16).t(), masses.t())
-        if level == 0:
-            wanted = _wanted(sums.sum(1), options.top_p)
-            high, above = _descend(sums, above, wanted)
-    low, above = _descend(sums, above, wanted)
-    return _Cut(high * _BINS + low, above, wanted)
+            bits, masses = _ordered_bits(scores) >> shift, _masses(_gaps(scores, top, options.temperature))
+            if found is None:
+                bins = bits + _BINS // 2  # the highest bits carry the sign
+            else:
+                bins = bits & (_BINS - 1)
+                masses.masked_fill_((bits >> 16) != found, 0)
+            sums.scatter_add_(1, bins.t(), masses.t())
+        wanted = _wanted(sums.sum(1), options.top_p) if wanted is None else wanted
+        place, above = _descend(sums, above, wanted)
+        found = place - _BINS // 2 if found is None else found * _BINS + place
+    return _Cut(found, above, wanted)
 
 
 def _from_all(operands: tuple, top: torch.Tensor, positions: torch.Tensor, seed: int, options: Filter) -> torch.Tensor:

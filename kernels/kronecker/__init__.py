@@ -12,7 +12,7 @@ and L = 0 gives the zero row. ``eager`` computes that: L rows gathered and one r
 
 import torch
 
-from kernels.common import autocast_dtype, require_dtype, require_same_device, require_shape, select_impl
+from kernels.common import autocast_dtype, refuse_forward_ad, require_dtype, require_same_device, require_shape, select_impl
 
 from . import eager, naive
 
@@ -44,8 +44,8 @@ def kronecker_embedding(
 
     Returns: [*ids.shape, d].
 
-    Raises: TypeError (dtype), ValueError (shape, device, unknown impl; a length outside [0, P] in checked mode) and IndexError
-    (an id outside [0, V) in checked mode).
+    Raises: TypeError (dtype), ValueError (shape, device, unknown impl; a length outside [0, P] in checked mode), IndexError
+    (an id outside [0, V) in checked mode) and, on the eager path, RuntimeError (a forward-mode derivative).
     """
     op = "kronecker_embedding"
     _require_codec_inputs(op, ids, token_bytes, lengths)
@@ -55,6 +55,7 @@ def kronecker_embedding(
     weight = weight.to(autocast_dtype(weight))
     if select_impl(op, impl) == "naive":
         return naive.kronecker_embedding(ids, token_bytes, lengths, weight)
+    refuse_forward_ad(op, weight)
     return eager.kronecker_embedding(ids, token_bytes, lengths, weight)
 
 

@@ -2,14 +2,14 @@
 
 import torch
 
-from kernels.common import is_checked
+from kernels.common import is_checked, value_range
 
 
 def require_lengths(op: str, length: torch.Tensor, positions: int) -> None:
     """In checked mode, raise ValueError when the length of a token in use lies outside [0, P]."""
     if length.numel() == 0 or not is_checked(length.device):
         return
-    low, high = (int(v) for v in torch.aminmax(length))
+    low, high = value_range(length)
     if low < 0 or high > positions:
         raise ValueError(
             f"{op}: lengths must lie in [0, {positions}] (the byte positions P of token_bytes); got values from {low} to {high}; "

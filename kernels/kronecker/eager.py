@@ -6,7 +6,7 @@ one segment per weight row. On a GPU, ``torch.unique`` makes the host wait; the 
 
 import torch
 
-from kernels.common import require_in_range
+from kernels.common import refuse_forward_ad, require_in_range
 from kernels.segments import accumulation_dtype, gather_sum, group, sum_duplicates
 
 from .checks import require_lengths
@@ -78,6 +78,7 @@ def _save_for_gradient(ctx, inputs, output):
 
 
 def _weight_gradient(ctx, grad):
+    refuse_forward_ad("kronecker_embedding", grad)
     return None, None, None, kronecker_embedding_backward(grad, *ctx.saved_tensors)
 
 
@@ -86,6 +87,7 @@ def _save_for_second_gradient(ctx, inputs, output):
 
 
 def _second_gradient(ctx, grad_of_weight_gradient):
+    refuse_forward_ad("kronecker_embedding", grad_of_weight_gradient)
     # The op is linear in the weight, so the transpose of its backward is its forward.
     return kronecker_embedding(*ctx.saved_tensors, grad_of_weight_gradient), None, None, None
 

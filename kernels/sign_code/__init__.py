@@ -7,7 +7,7 @@ Overpriced?", arXiv 2610.22428: x = M_in code). The codes stay packed, 32 to an 
 
 import torch
 
-from kernels.common import autocast_dtype, require_dtype, require_same_device, require_shape, select_impl
+from kernels.common import autocast_dtype, refuse_forward_ad, require_dtype, require_same_device, require_shape, select_impl
 
 from . import eager, naive
 from .packing import pack_sign_codes, unpack_sign_codes
@@ -28,7 +28,8 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
 
     Returns: [*ids.shape, d].
 
-    Raises: TypeError (dtype), ValueError (shape, device, unknown impl), IndexError (an id outside [0, V) in checked mode).
+    Raises: TypeError (dtype), ValueError (shape, device, unknown impl), IndexError (an id outside [0, V) in checked mode) and, on
+    the eager path, RuntimeError (a forward-mode derivative).
     """
     op = "sign_code_embedding"
     require_dtype(op, "ids", ids, (torch.int32, torch.int64))
@@ -40,4 +41,5 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
     weight = weight.to(autocast_dtype(weight))
     if select_impl(op, impl) == "naive":
         return naive.sign_code_embedding(ids, codes, weight)
+    refuse_forward_ad(op, weight)
     return eager.sign_code_embedding(ids, codes, weight)

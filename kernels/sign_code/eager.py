@@ -6,7 +6,7 @@ implementation does not.
 
 import torch
 
-from kernels.common import require_in_range
+from kernels.common import refuse_forward_ad, require_in_range
 from kernels.segments import accumulation_dtype, sum_duplicates
 
 from .packing import unpack_sign_codes
@@ -54,6 +54,7 @@ def _save_for_gradient(ctx, inputs, output):
 
 
 def _weight_gradient(ctx, grad):
+    refuse_forward_ad("sign_code_embedding", grad)
     return None, None, sign_code_embedding_backward(grad, *ctx.saved_tensors, ctx.bits)
 
 
@@ -62,6 +63,7 @@ def _save_for_second_gradient(ctx, inputs, output):
 
 
 def _second_gradient(ctx, grad_of_weight_gradient):
+    refuse_forward_ad("sign_code_embedding", grad_of_weight_gradient)
     # The op is linear in the weight, so the transpose of its backward is its forward.
     return sign_code_embedding(*ctx.saved_tensors, grad_of_weight_gradient), None, None, None
 

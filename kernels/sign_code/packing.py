@@ -18,7 +18,7 @@ def pack_sign_codes(matrix: torch.Tensor) -> torch.Tensor:
     require_shape(op, "matrix", require_tensor(op, "matrix", matrix), ("V", "K"))
     if matrix.is_complex():
         raise TypeError(f"{op}: matrix must be real or bool, got {matrix.dtype}")
-    if matrix.is_floating_point() and bool(matrix.isnan().any()):
+    if matrix.is_floating_point() and not matrix.is_meta and bool(matrix.isnan().any()):
         raise ValueError(f"{op}: matrix must not contain NaN, which has no sign")
     vocabulary, bits = matrix.shape
     words = torch.zeros(vocabulary, (bits + 31) // 32, dtype=torch.int32, device=matrix.device)
