@@ -34,7 +34,7 @@ def read_json(path: Path) -> Any:
     """The JSON value in ``path``; UserError names the file when it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}): the file is damaged or foreign") from error
 
 

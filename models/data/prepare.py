@@ -14,18 +14,8 @@ from typing import Any
 import numpy as np
 
 from models.data.document import Document, Source
-from models.data.shards import (
-    COUNTS,
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST,
-    SPLITS,
-    TOKENIZER,
-    ShardWriter,
-    TokenData,
-    fingerprint,
-    token_dtype,
-)
+from models.data.manifest import COUNTS, FORMAT, FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER, fingerprint, token_dtype
+from models.data.shards import ShardWriter, TokenData
 from models.errors import UsageError, UserError
 from models.files import new_folder, read_json, sha256, write_json
 from models.vocab.tokenizer import Tokenizer, load_tokenizer, train_bpe
