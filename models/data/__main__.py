@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("out", metavar="OUT", help="the directory to write; it must not exist, or hold the same data")
     _add_source_flags(prepare)
     _add_token_flags(prepare)
-    prepare.add_argument("--overwrite", action="store_true", help="replace data in OUT that was prepared differently")
+    prepare.add_argument("--overwrite", action="store_true", help="replace prepared data in OUT, and the sign codes made for it")
     add_common_flags(prepare)
     inspect = commands.add_parser("inspect", help="say what is there", description="Check prepared data and say what it holds.")
     inspect.add_argument("directory", metavar="DIR", help="a directory that prepare wrote")

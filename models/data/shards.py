@@ -10,7 +10,7 @@ import numpy as np
 
 from models.data.manifest import AGAIN, COUNTS, SPLITS, TOKENIZER, read_manifest, shard_name, token_dtype
 from models.errors import UserError
-from models.files import sha256
+from models.files import recover, sha256
 from models.vocab.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -114,6 +114,8 @@ class TokenData:
     def open(cls, folder: str | Path, verify: str = "full") -> "TokenData":
         """Open and check a directory that ``python -m models.data prepare`` wrote.
 
+        A directory that a prepare was replacing in the instant it was killed is put back first.
+
         Args:
             folder: the directory.
             verify: "full" also hashes every shard; "quick" trusts the contents of files that have the right size.
@@ -124,6 +126,8 @@ class TokenData:
         if verify not in ("full", "quick"):
             raise ValueError(f"verify must be 'full' or 'quick', got {verify!r}")
         folder = Path(folder)
+        if folder.name and not folder.exists():
+            recover(folder)
         manifest = read_manifest(folder)
         for entry in _files(manifest):
             _check_file(folder, entry, manifest, verify)
