@@ -12,7 +12,9 @@ import pytest
 from data_support import SETTINGS, Listed, some_documents
 from safetensors.numpy import save_file
 
-from models.data.prepare import PrepareSettings, prepare
+from models.data.__main__ import main
+from models.data.document import Document
+from models.data.prepare import PrepareSettings, in_validation, prepare
 from models.data.shards import TokenData
 from models.data.text import open_source
 from models.errors import UsageError, UserError
@@ -116,7 +118,9 @@ def test_a_link_is_followed(copy, tmp_path):
 
 KILLED = """
 import os, pathlib, sys
-from models.data.prepare import PrepareSettings, prepare
+from models.data.__main__ import main
+from models.data.document import Document
+from models.data.prepare import PrepareSettings, in_validation, prepare
 from models.data.text import open_source
 rename = pathlib.Path.rename
 pathlib.Path.rename = lambda self, target: os._exit(9) if self.name.endswith(".tmp") else rename(self, target)
@@ -160,3 +164,40 @@ def test_errors_without_a_name_or_number_are_about_writing(tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"out: cannot be written \(300 requested and 12 written\)"):
         prepare(tmp_path / "out", [Listed(some_documents())], SETTINGS)
     assert list(tmp_path.iterdir()) == []
+
+
+# Command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokenizer", "bpe:99999999999999999999"], "must be bpe:SIZE with a size between 257 and"),
+        (["--tokenizer", "bpe:" + "9" * 5000], "must be bpe:SIZE with a size between 257 and"),
+        (["--document-bytes", "-5"], "--document-bytes must be at least 0, got '-5'"),
+        (["--max-bytes", "9" * 5000], "--max-bytes must be a whole number of at most 18 digits"),
+        (["--shard-tokens", "999999999999999999G"], "--shard-tokens must be a whole number of at most 18 digits"),
+        (["--validation-fraction", "nan"], "between 0 and 1, got nan"),
+    ],
+)
+def test_wrong_numbers_are_usage_errors(tmp_path, arguments, message):
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(UsageError, match=message):
+        main(["prepare", str(tmp_path / "out"), "--source", str(tmp_path / "a.txt"), *arguments])
+
+
+def test_inspect_wants_no_negative_number(prepared, capsys):
+    with pytest.raises(UsageError, match="--tokens must be at least 0, got '-5'"):
+        main(["inspect", str(prepared), "--tokens", "-5"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("held_out", "other", "warns"), [(10, 10, False), (90, 10, True), (10, 90, True), (13, 10, False)])
+def test_held_out_share_far_from_the_one_asked_for_is_said(tmp_path, capsys, held_out, other, warns):
+    documents = [Document(f"d{i}", "word " * (held_out if in_validation(f"d{i}", 0.2, 1) else other)) for i in range(200)]
+    data, _ = prepare(tmp_path / "out", [Listed(documents)], SETTINGS)
+    main(["inspect", str(tmp_path / "out"), "--tokens", "0"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    sizes = [data.manifest["splits"][split]["bytes"] for split in ("train", "validation")]
+    expected = f"warning: {sizes[1] / sum(sizes):.2%} of the bytes are held out for validation, asked for were 20.00%: "
+    assert len(said) == warns and all(line.startswith(expected) for line in said)

@@ -19,10 +19,9 @@ from models.data.shards import ShardWriter, TokenData
 from models.data.target import codes_in, existing_data, require_replaceable, target_of
 from models.errors import UsageError, UserError
 from models.files import new_folder, recover, sha256, write_json
-from models.vocab.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from models.vocab.tokenizer import LARGEST_BPE, SMALLEST_BPE, Tokenizer, load_tokenizer, train_bpe
 
 BPE = "bpe:"
-SMALLEST_BPE = 257  # 256 bytes and the end-of-text token
 BATCH_CHARACTERS = 1 << 20  # text encoded at a time
 Progress = Callable[[str], None]
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,8 +58,9 @@ class PrepareSettings:
                 found.append(f"{name} must be at least 1, got {value}")
         if self.tokenizer.startswith(BPE):
             size = self.tokenizer.removeprefix(BPE)
-            if not size.isdecimal() or int(size) < SMALLEST_BPE:
-                found.append(f"the tokenizer {self.tokenizer!r} must be {BPE}SIZE with a size of at least {SMALLEST_BPE}")
+            if not (size.isdecimal() and len(size) < 20 and SMALLEST_BPE <= int(size) <= LARGEST_BPE):
+                sizes = f"a size between {SMALLEST_BPE} and {LARGEST_BPE}"
+                found.append(f"the tokenizer {self.tokenizer!r} must be {BPE}SIZE with {sizes}")
         return found
 
 
