@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,17 +37,18 @@ def read_json(path: Path) -> Any:
     """The JSON value in ``path``; UserError names the file when it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}): the file is damaged or foreign") from error
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``path`` when the block ends well, all its files synced; else nothing remains.
 
-    ``path`` must not exist.
+    ``path`` must not exist, unless ``replace``: then the old folder goes only once the new one has its place. A kill in the
+    instant between leaves it aside, where ``recover`` finds it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _aside(path, "tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -54,10 +56,60 @@ def new_folder(path: Path) -> Iterator[Path]:
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
-        temporary.rename(path)
+        if replace and path.exists():
+            _swap(temporary, path)
+        else:
+            temporary.rename(path)
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _aside(path: Path, ending: str) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{ending}")
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    """Exchange two folders. What is called .old is whole at any time: only under the name .tmp are folders deleted."""
+    old = _aside(path, "old")
+    try:
+        path.rename(old)
+        temporary.rename(path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    old.rename(temporary)
+
+
+def recover(path: Path) -> bool:
+    """Put back a folder that a process was replacing (``new_folder``) when it was killed, and remove what such processes left.
+
+    Leftovers of processes that still run are not touched. Returns whether ``path`` was put back.
+    """
+    name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.(old|tmp)")
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    found = [(match.group(2), entry) for entry in beside if (match := name.fullmatch(entry.name)) and _is_dead(int(match.group(1)))]
+    old = sorted((entry for ending, entry in found if ending == "old"), key=lambda entry: entry.stat().st_mtime)
+    restored = bool(old) and not path.exists()
+    if restored:
+        old.pop().rename(path)
+    for folder in [*old, *(entry for ending, entry in found if ending == "tmp")]:
+        shutil.rmtree(folder, ignore_errors=True)
+    return restored
+
+
+def _is_dead(process: int) -> bool:
+    """Whether no other process has this id. Our own is as good as dead: it may have been another's before."""
+    if process == os.getpid():
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def remove_abandoned(parent: Path) -> None:

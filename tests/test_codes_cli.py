@@ -1,5 +1,6 @@
 """The command line of the codes: each command does its work, reports what it found, and refuses with one line."""
 
+import json
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from models.errors import UsageError, UserError
 from models.vocab import gf2
 from models.vocab.codes import main
 from models.vocab.prior import log_unigram_prior
-from models.vocab.sign_codes import SignCodes, from_corpus, from_embedding, random_codes
+from models.vocab.sign_codes import FORMAT, VERSION, SignCodes, from_corpus, from_embedding, random_codes
 
 COMMANDS = ("from-embedding", "from-corpus", "random", "gf2", "bytes", "prior", "inspect", "verify")
 
@@ -53,7 +54,7 @@ def test_from_corpus(data, capsys):
     assert torch.equal(codes.words, expected.words) and codes.tokenizer == opened.tokenizer.fingerprint
     out = capsys.readouterr().out
     assert codes.checksum in out and f"explained variance: {codes.explained_variance:.4f}" in out
-    assert f"{expected.details['random_rows']} tokens have no company" in out
+    assert f"want of company in the corpus: {expected.details['random_rows']} tokens" in out
 
 
 def test_from_embedding_leaves_out_padding(data, tmp_path, capsys):
@@ -107,13 +108,67 @@ def test_inspect_and_verify(data, tmp_path, capsys):
     main(["inspect", str(tmp_path / "c"), "--tokenizer", str(data), "--token", " king", "--token", "7", "--neighbours", "2"])
     name = repr(TokenData.open(data).tokenizer.token_bytes()[5])[1:]
     out = capsys.readouterr().out
-    assert f"' king': {name} at 0, " in out and "same code: " in out and "why: a test" in out and "2 ids in 1 groups" in out
+    assert f"' king': {name} at 0, " in out and "same code: " in out and "why: a test" in out and "2 ids in 1 group share" in out
     main(["inspect", str(tmp_path / "c")])
     assert out.count(" at ") == 4 and capsys.readouterr().out.count(" at ") >= 40
     main(["verify", str(tmp_path / "c"), "--tokenizer", str(data)])
     assert "whole, 300 ids x 33 bits" in (said := capsys.readouterr().out) and "not recorded" in said
     with pytest.raises(UsageError, match="no token 'zebra'"):
         main(["inspect", str(tmp_path / "c"), "--tokenizer", str(data), "--token", "zebra"])
+
+
+def test_inspect_finds_the_tokenizer_beside_the_codes(data, tmp_path, capsys):
+    opened = TokenData.open(data)
+    beside = tmp_path / "tokenizer.json"
+    random_codes(300, 33, 0, tokenizer=opened.tokenizer.fingerprint).save(tmp_path / "c")
+    command = ["inspect", str(tmp_path / "c"), "--token", " king"]
+    with pytest.raises(UsageError, match="no token ' king'; without --tokenizer, give its id"):
+        main(command)
+    assert "ids are shown as numbers; to see their texts give --tokenizer" in capsys.readouterr().out
+    opened.tokenizer.save(beside)
+    main(command)
+    out = capsys.readouterr().out
+    assert f"ids are shown as their texts in {beside}" in out and "' king': '" in out
+    for other in (random_codes(300, 33, 0, tokenizer="0" * 64), random_codes(300, 33, 0)):
+        other.save(tmp_path / "c")
+        main(command[:2])
+        out = capsys.readouterr().out
+        assert f"not known to be for {beside}" in out and "': '" not in out
+
+
+@pytest.mark.parametrize("flags", [["random", "--vocab-size", "9" * 25, "-o", "x"], ["bytes", ".", "--examples", "-5"],
+                                   ["inspect", "x", "--neighbours", "-1"], ["from-corpus", "x", "--window", "-1"]])  # fmt: skip
+def test_wrong_numbers_of_things_are_usage_errors(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    assert stop.value.code == 2 and "expected a whole number that is not negative" in capsys.readouterr().err
+
+
+def test_sizes_that_no_memory_holds_are_refused(tmp_path):
+    byte_level().save(tmp_path)
+    for flags in (["--vocab-size", "99999999999"], ["--vocab-size", "9", "--bits", "99999999999"]):
+        with pytest.raises(UserError, match="random codes need 1 <= vocab_size <= 16,777,216"):
+            main(["random", *flags, "-o", str(tmp_path / "c")])
+    with pytest.raises(UserError, match="vocab_size must be at most 16,777,216"):
+        main(["bytes", str(tmp_path), "--vocab-size", "999999999999999"])
+    with pytest.raises(UserError, match="positions must be at least 4.* at most 4,096"):
+        main(["bytes", str(tmp_path), "--positions", "99999999999"])
+
+
+CHANGES = [{"bits": "33"}, {"details": []}, {"tokenizer": 3}, {"explained_variance": "x"}, {"source": None}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_codes_whose_description_has_other_types_are_foreign(tmp_path, change):
+    codes = random_codes(30, 33, 0)
+    about = {"format": FORMAT, "version": VERSION, "bits": 33, "source": "x", "details": {}, "explained_variance": None,
+             "tokenizer": None, "vocab_size": 30, "checksum": codes.checksum}  # fmt: skip
+    path = tmp_path / "c"
+    save_file({"codes": codes.words}, path, metadata={"tablefree": json.dumps(about)})
+    assert SignCodes.load(path).bits == 33
+    save_file({"codes": codes.words}, path, metadata={"tablefree": json.dumps(about | change)})
+    with pytest.raises(UserError, match="not a file of sign codes"):
+        SignCodes.load(path)
 
 
 def test_verify_finds_damage_and_another_tokenizer(data, tmp_path):

@@ -18,6 +18,7 @@ from models.data.prepare import PrepareSettings, in_validation, prepare
 from models.data.shards import ShardWriter, TokenData, TokenStream, token_dtype
 from models.data.text import ReadOptions, open_source
 from models.errors import UsageError, UserError
+from models.files import sha256
 from models.vocab.tokenizer import train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,7 +221,8 @@ def other_tokenizer(folder: Path) -> None:
         (lambda d: edit_manifest(d, version=99), "format version 99, this program reads version 1"),
         (lambda d: edit_manifest(d, format="other"), "not the manifest of prepared data"),
         (lambda d: edit_manifest(d, vocab_size=299), "its fingerprint does not fit"),
-        (lambda d: edit_manifest(d, splits={}), "its fingerprint does not fit"),
+        (lambda d: edit_manifest(d, splits={}), r"damaged \(splits\.train is missing\)"),
+        (lambda d: (d / "manifest.json").write_text("[" * 200_000), "manifest.json: .*damaged"),
         (lambda d: (d / "manifest.json").write_text('{"format": "tablef'), "manifest.json: .*damaged"),
     ],
 )
@@ -233,9 +235,49 @@ def test_damage_is_noticed(copy, damage, message):
 def test_tokenizer_that_did_not_make_the_tokens_is_noticed(copy):
     other_tokenizer(copy)
     manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["tokenizer"].pop("sha256")
+    manifest["tokenizer"]["sha256"] = sha256(copy / "tokenizer.json")
     edit_manifest(copy, tokenizer=manifest["tokenizer"])
     with pytest.raises(UserError, match="not the tokenizer that made these tokens"):
+        TokenData.open(copy)
+
+
+PLACES = [("counts",), ("counts", "file"), ("counts", "sha256"), ("tokenizer",), ("tokenizer", "sha256"), ("dtype",), ("splits",),
+          ("splits", "train", "shards"), ("splits", "train", "shards", 0), ("splits", "validation", "bytes"), ("settings",),
+          *(("splits", "train", "shards", 0, key) for key in ("file", "tokens", "sha256")),
+          ("settings", "sources", 0, "source"), ("settings", "validation_fraction")]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+def test_manifest_without_a_part_or_with_another_type_is_refused(copy, place):
+    text = (copy / "manifest.json").read_text()
+    *above, last = place
+    for value in ("absent", None, True, -1, "../x", [], {}):
+        manifest = json.loads(text)
+        holder = manifest
+        for key in above:
+            holder = holder[key]
+        if value == "absent":
+            del holder[last]
+        else:
+            holder[last] = value
+        if last == "source" and value == "../x":
+            continue  # any text names a source
+        (copy / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match=r": (damaged \(|contents changed).*prepare the data again with --overwrite"):
+            TokenData.open(copy)
+
+
+def test_manifest_whose_numbers_do_not_fit_is_refused(copy):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    shards = manifest["splits"]["train"]["shards"]
+    shards.append({"file": "train-00001.bin", "tokens": 0, "sha256": "0" * 64})
+    edit_manifest(copy, splits=manifest["splits"])
+    with pytest.raises(UserError, match=r"shards\[1\] is no file train-00001\.bin with tokens"):
+        TokenData.open(copy)
+    shards.pop()
+    shards[0]["tokens"] += 1
+    edit_manifest(copy, splits=manifest["splits"])
+    with pytest.raises(UserError, match="the train shards do not add up"):
         TokenData.open(copy)
 
 
@@ -252,6 +294,16 @@ def test_missing_directory_names_the_command(tmp_path):
         TokenData.open(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"has no manifest\.json"):
         TokenData.open(tmp_path)
+
+
+def test_missing_directory_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        TokenData.open("nothing")
+    assert f"working directory, {tmp_path}" in str(caught.value) and "--data" in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        TokenData.open(tmp_path / "nothing")
+    assert "working directory" not in str(caught.value) and "--data" in str(caught.value)
 
 
 # Shards

@@ -5,11 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from models.errors import UserError
-from models.files import new_folder, read_json, remove_abandoned, sha256, write_json, write_text
+from models.files import new_folder, read_json, recover, remove_abandoned, sha256, write_json, write_text
 from models.training.folder import ROOT, claim
 from models.training.progress import Metrics, ProgressLine, format_seconds, read_metrics
 
@@ -51,6 +52,58 @@ def test_abandoned_folders_are_removed(tmp_path):
     (tmp_path / "step_00000002").mkdir()
     remove_abandoned(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000002"]
+
+
+@pytest.fixture
+def dead() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def folder(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(text)
+    return path
+
+
+def test_a_folder_is_replaced(tmp_path):
+    folder(tmp_path / "x", "old")
+    with new_folder(tmp_path / "x", replace=True) as new:
+        (new / "file").write_text("new")
+        assert (tmp_path / "x" / "file").read_text() == "old"
+    assert (tmp_path / "x" / "file").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_folder_that_cannot_be_replaced_keeps_its_place(tmp_path, monkeypatch):
+    folder(tmp_path / "x", "old")
+    rename = Path.rename
+
+    def fails(self, target):
+        if self.name.endswith(".tmp"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "x", replace=True):
+        pass
+    assert (tmp_path / "x" / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_a_kill_left_is_put_back_or_removed(tmp_path, dead):
+    folder(tmp_path / f".x.{dead}.old", "old")
+    folder(tmp_path / f".x.{dead}.tmp", "half")
+    folder(tmp_path / f".xx.{dead}.tmp", "another's")
+    folder(tmp_path / ".x.1.tmp", "of a process that runs")
+    assert recover(tmp_path / "x")
+    assert (tmp_path / "x" / "file").read_text() == "old"
+    folder(tmp_path / f".x.{dead}.old", "older")
+    folder(tmp_path / ".x.1.old", "of a process that runs")
+    assert not recover(tmp_path / "x")
+    assert (tmp_path / "x" / "file").read_text() == "old"
+    assert {p.name for p in tmp_path.iterdir()} == {"x", f".xx.{dead}.tmp", ".x.1.tmp", ".x.1.old"}
+    assert not recover(tmp_path / "absent" / "x")
 
 
 def test_metrics_drop_a_torn_line_and_later_steps(tmp_path):

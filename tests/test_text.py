@@ -63,6 +63,39 @@ def test_ids_of_files_do_not_depend_on_where_the_folder_is(tmp_path):
     assert here == there == ["sub/a.txt#0"]
 
 
+DAMAGE = {
+    "cut": lambda whole: whole[: len(whole) // 2],
+    "no checksum": lambda whole: whole[:-4],
+    "wrong checksum": lambda whole: whole[:-8] + b"x" * 8,
+    "garbled": lambda whole: whole[:12] + b"\xff" * 20 + whole[32:],
+    "plain": lambda whole: b"plain text",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("name", "line"), [("a.txt.gz", b"some words\n"), ("a.jsonl.gz", b'{"text": "x"}\n')])
+def test_damaged_gzip_is_named(tmp_path, name, line, damage):
+    (tmp_path / name).write_bytes(DAMAGE[damage](gzip.compress(line * 1000)))
+    with pytest.raises(UserError, match=rf"{name}: not a whole gzip file \(.+\); copy or compress it again"):
+        texts(tmp_path / name)
+
+
+def test_failure_to_read_names_the_file():
+    with pytest.raises(UserError, match=r"/proc/self/mem: cannot be read \(Input/output error\)"):
+        texts("/proc/self/mem")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("x/**.txt", "is not a glob pattern|no file matches"), ("", "an empty one"), ("~no-such-user/x", "~no-such-user/x: ")],
+)
+def test_specs_that_name_nothing(tmp_path, monkeypatch, spec, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UsageError, match=message):
+        open_source(spec)
+
+
 def test_wrong_encoding_names_file_line_and_remedy(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\ncaf\xe9\n")
     with pytest.raises(UserError, match=r"a\.txt, line 2: byte 4 is not UTF-8 \(0xe9\).*iconv"):
@@ -96,6 +129,7 @@ def test_jsonl_field_and_ids_by_content(tmp_path):
         ('{"text": "cut', r"a\.jsonl, line 2: not a JSON record"),
         ('{"texts": "x"}', r"a\.jsonl, line 2: unknown field 'text'; did you mean texts\?; choose it with --text-field"),
         ('{"text": 3}', r"a\.jsonl, line 2: the field 'text' holds int, expected text"),
+        ("[" * 200_000, r"a\.jsonl, line 2: not a JSON record"),
         ('["x"]', r"a\.jsonl, line 2: expected an object with the field 'text', got list"),
     ],
 )

@@ -72,7 +72,9 @@ def test_training_says_when_the_text_is_too_small(caplog):
 
 
 def test_training_needs_room_for_all_bytes():
-    with pytest.raises(UserError, match="at least 257.*got 256"):
+    with pytest.raises(UserError, match=f"between 257 .* got {10**20}"):
+        train_bpe(["x"], 10**20)
+    with pytest.raises(UserError, match="between 257.*got 256"):
         train_bpe(LINES, 256)
 
 

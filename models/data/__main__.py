@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("out", metavar="OUT", help="the directory to write; it must not exist, or hold the same data")
     _add_source_flags(prepare)
     _add_token_flags(prepare)
-    prepare.add_argument("--overwrite", action="store_true", help="replace data in OUT that was prepared differently")
+    prepare.add_argument("--overwrite", action="store_true", help="replace prepared data in OUT, and the sign codes made for it")
     add_common_flags(prepare)
     inspect = commands.add_parser("inspect", help="say what is there", description="Check prepared data and say what it holds.")
     inspect.add_argument("directory", metavar="DIR", help="a directory that prepare wrote")
@@ -94,7 +94,8 @@ def _sources_and_settings(args: argparse.Namespace) -> tuple[list["Source"], "Pr
     problems: list[str] = []
     values: dict[str, Any] = {"tokenizer": args.tokenizer}
     for name in ("document_bytes", "max_documents", "max_bytes", "shard_tokens", "seed"):
-        values[name] = _whole_number(name, getattr(args, name), problems)
+        least = 0 if name == "document_bytes" else None  # of the others PrepareSettings knows
+        values[name] = _whole_number(name, getattr(args, name), problems, least)
     values["validation_fraction"] = _fraction(args.validation_fraction, problems)
     options = ReadOptions(args.text_field, args.split, args.config, values.pop("document_bytes") or 0)
     sources: list[Source] = []
@@ -117,12 +118,18 @@ def _complain(action: Callable[[], Any], problems: list[str]) -> None:
         problems.append(str(error))
 
 
-def _whole_number(name: str, text: str | None, problems: list[str]) -> int | None:
+def _whole_number(name: str, text: str | None, problems: list[str], least: int | None = None) -> int | None:
     if text is None:
         return None
-    if match := re.fullmatch(r"(-?\d+)([kmg]?)", text.strip().lower()):
-        return int(match.group(1)) * _UNITS[match.group(2)]
-    problems.append(f"--{name.replace('_', '-')} must be a whole number (k, M and G are understood), got {text!r}")
+    match = re.fullmatch(r"(-?\d{1,18})([kmg]?)", text.strip().lower())
+    number = int(match.group(1)) * _UNITS[match.group(2)] if match else None
+    flag = f"--{name.replace('_', '-')}"
+    if number is None or abs(number) >= 10**18:
+        problems.append(f"{flag} must be a whole number of at most 18 digits (k, M and G are understood), got {text!r}")
+    elif least is not None and number < least:
+        problems.append(f"{flag} must be at least {least}, got {text!r}")
+    else:
+        return number
     return None
 
 
@@ -141,7 +148,7 @@ def _show_progress(line: str) -> None:
 def run_inspect(args: argparse.Namespace) -> None:
     """``inspect``: check the directory in full, print its summary and the beginning of each split."""
     problems: list[str] = []
-    size = _whole_number("tokens", args.tokens, problems)
+    size = _whole_number("tokens", args.tokens, problems, least=0)
     if problems:
         raise UsageError(problems[0])
     from models.data.shards import TokenData
@@ -163,10 +170,21 @@ def summary(data: "TokenData") -> list[str]:
         )
         if split["inexact_documents"]:
             lines.append(f"{'':<12}{split['inexact_documents']:,} documents whose tokens stand for other bytes than their text")
+    lines += _held_out_warning(manifest)
     lines.append(f"tokenizer    {manifest['settings']['tokenizer']}, {data.vocab_size:,} ids as {manifest['dtype']}")
     lines.append(f"fingerprint  {data.fingerprint}")
     lines.append(f"sources      {', '.join(source['source'] for source in manifest['settings']['sources'])}")
     return lines
+
+
+def _held_out_warning(manifest: dict[str, Any]) -> list[str]:
+    """A line if the share of text held out is not near the fraction of documents asked for: they are few, or very unequal."""
+    sizes = {name: split["bytes"] for name, split in manifest["splits"].items()}
+    share, asked = sizes["validation"] / max(1, sum(sizes.values())), manifest["settings"]["validation_fraction"]
+    if asked / 2 <= share <= asked * 2:
+        return []
+    hint = "the documents are few or very unequal (text files are cut smaller by a smaller --document-bytes)"
+    return [f"warning: {share:.2%} of the bytes are held out for validation, asked for were {asked:.2%}: {hint}"]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import html
 import importlib.metadata
 import re
 import xml.etree.ElementTree as ElementTree
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def _elements(file: BinaryIO, name: str, path: Path) -> Iterator[ElementTree.Ele
             if element.tag.rpartition("}")[2] == name:
                 yield element
                 element.clear()
-    except (ElementTree.ParseError, OSError, EOFError) as error:
+    except (ElementTree.ParseError, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged ({error}); {_INSTALL}") from error
 
 

@@ -1,9 +1,9 @@
 """The prepare step: sources of text in, a directory of token shards with a manifest out."""
 
+import errno
 import hashlib
-import os
+import logging
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -14,26 +14,18 @@ from typing import Any
 import numpy as np
 
 from models.data.document import Document, Source
-from models.data.shards import (
-    COUNTS,
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST,
-    SPLITS,
-    TOKENIZER,
-    ShardWriter,
-    TokenData,
-    fingerprint,
-    token_dtype,
-)
+from models.data.manifest import COUNTS, FORMAT, FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER, fingerprint, token_dtype
+from models.data.shards import ShardWriter, TokenData
+from models.data.target import codes_in, existing_data, require_replaceable, target_of
 from models.errors import UsageError, UserError
-from models.files import new_folder, read_json, sha256, write_json
-from models.vocab.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from models.files import new_folder, recover, sha256, write_json
+from models.vocab.tokenizer import LARGEST_BPE, SMALLEST_BPE, Tokenizer, load_tokenizer, train_bpe
 
 BPE = "bpe:"
-SMALLEST_BPE = 257  # 256 bytes and the end-of-text token
 BATCH_CHARACTERS = 1 << 20  # text encoded at a time
 Progress = Callable[[str], None]
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_log = logging.getLogger("tablefree.data")
 
 
 @dataclass(frozen=True)
@@ -66,8 +58,9 @@ class PrepareSettings:
                 found.append(f"{name} must be at least 1, got {value}")
         if self.tokenizer.startswith(BPE):
             size = self.tokenizer.removeprefix(BPE)
-            if not size.isdecimal() or int(size) < SMALLEST_BPE:
-                found.append(f"the tokenizer {self.tokenizer!r} must be {BPE}SIZE with a size of at least {SMALLEST_BPE}")
+            if not (size.isdecimal() and len(size) < 20 and SMALLEST_BPE <= int(size) <= LARGEST_BPE):
+                sizes = f"a size between {SMALLEST_BPE} and {LARGEST_BPE}"
+                found.append(f"the tokenizer {self.tokenizer!r} must be {BPE}SIZE with {sizes}")
         return found
 
 
@@ -90,7 +83,8 @@ def prepare(
 ) -> tuple[TokenData, bool]:
     """Write the tokens of ``sources`` to the new directory ``out``; the same input gives the same bytes.
 
-    Everything is written to a neighbouring directory that is renamed at the end, so ``out`` is complete or absent.
+    Everything is written to a neighbouring directory that is renamed at the end, so ``out`` is complete or absent. What killed
+    processes left there is removed, or put back if it is the data that one of them was replacing.
 
     Args:
         progress: called with a short line about the state, often.
@@ -99,43 +93,39 @@ def prepare(
         (data, reused): ``reused`` if ``out`` already held exactly this.
 
     Raises:
-        UsageError: the settings are wrong, or ``out`` exists with something else in it (``overwrite`` replaces prepared data only).
-        UserError: a source cannot be read, a split is empty, or the tokenizer has no end-of-text token.
+        UsageError: the settings are wrong, or ``out`` exists with something else in it (``overwrite`` replaces prepared data only,
+            and the sign codes that were made for it: anything else there is refused).
+        UserError: a source cannot be read, a split is empty, the tokenizer has no end-of-text token, the disk is full, or
+            ``out`` holds this data, but damaged (``overwrite`` replaces it).
     """
     if problems := settings.problems():
         raise UsageError("; ".join(problems))
-    out = Path(out)
+    out = target_of(out)
+    if recover(out):
+        _log.warning("%s: put back as it was before a prepare that was killed", out)
     tokenizer = None if settings.tokenizer.startswith(BPE) else load_tokenizer(settings.tokenizer)
     identity = tokenizer and hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
     wanted = {**asdict(settings), "tokenizer_sha256": identity, "sources": [source.describe() for source in sources]}
-    if _is_there(out, wanted, overwrite):
-        return TokenData.open(out), True
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    with new_folder(out) as folder:
-        _Preparation(folder, sources, settings, progress).run(tokenizer, wanted)
-        if out.exists():
-            out.rename(old)
-    shutil.rmtree(old, ignore_errors=True)
-    return TokenData.open(out), False
-
-
-def _is_there(out: Path, wanted: dict[str, Any], overwrite: bool) -> bool:
-    """Whether ``out`` is reusable; False if it may be written."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
+    if (data := existing_data(out, wanted, overwrite)) is not None:
+        return data, True
+    stale: list[str] = []
     try:
-        manifest = read_json(out / MANIFEST)
-        settings = manifest["settings"] if manifest["format"] == FORMAT else None
-    except (OSError, UserError, KeyError, TypeError):
-        settings = None
-    if settings is None:
-        raise UsageError(f"{out} exists and is not prepared data; name another directory")
-    if overwrite:
-        return False
-    if settings == wanted and manifest["version"] == FORMAT_VERSION:
-        return True
-    changed = sorted(key for key in wanted if settings.get(key) != wanted[key]) or ["format version"]
-    raise UsageError(f"{out} holds data prepared differently ({', '.join(changed)}); add --overwrite or name another directory")
+        with new_folder(out, replace=overwrite) as folder:
+            _Preparation(folder, sources, settings, progress).run(tokenizer, wanted)
+            if overwrite and out.exists():
+                require_replaceable(out)  # again: much may have been put there in the meantime
+                stale = codes_in(out)
+    except OSError as error:
+        # Sources name their files in errors of their own: what comes without a name, or for lack of space, is about writing.
+        if error.filename and error.errno not in _NO_SPACE:
+            raise
+        hint = "make room on that disk or name a directory on another; nothing half-written remains"
+        raise UserError(f"{out}: cannot be written ({error.strerror or error}); {hint}") from error
+    if stale:
+        command = f"python -m models.vocab.codes from-corpus {out}"
+        names = ", ".join(stale)
+        _log.warning("removed with the old data, for which they were made: %s; make new ones, for example: %s", names, command)
+    return TokenData.open(out), False
 
 
 class _Preparation:

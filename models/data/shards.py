@@ -1,7 +1,6 @@
 """Prepared text on disk: flat shards of token ids and a manifest that says what they are."""
 
 import hashlib
-import json
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
@@ -9,21 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from models.data.manifest import AGAIN, COUNTS, SPLITS, TOKENIZER, read_manifest, shard_name, token_dtype
 from models.errors import UserError
-from models.files import read_json, sha256
+from models.files import recover, sha256
 from models.vocab.tokenizer import Tokenizer, load_tokenizer
-
-FORMAT = "tablefree-tokens"
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-COUNTS = "counts.npy"
-TOKENIZER = "tokenizer.json"
-SPLITS = ("train", "validation")
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Little-endian uint16 if every id fits, else uint32."""
-    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
 class ShardWriter:
@@ -51,7 +39,7 @@ class ShardWriter:
                 self.close()
 
     def _open(self) -> None:
-        name = f"{self.split}-{len(self.shards):05d}.bin"
+        name = shard_name(self.split, len(self.shards))
         self._file = (self.folder / name).open("wb")
         self._shard_hash = hashlib.sha256()
         self.shards.append({"file": name, "tokens": 0, "sha256": ""})
@@ -126,6 +114,8 @@ class TokenData:
     def open(cls, folder: str | Path, verify: str = "full") -> "TokenData":
         """Open and check a directory that ``python -m models.data prepare`` wrote.
 
+        A directory that a prepare was replacing in the instant it was killed is put back first.
+
         Args:
             folder: the directory.
             verify: "full" also hashes every shard; "quick" trusts the contents of files that have the right size.
@@ -136,6 +126,8 @@ class TokenData:
         if verify not in ("full", "quick"):
             raise ValueError(f"verify must be 'full' or 'quick', got {verify!r}")
         folder = Path(folder)
+        if folder.name and not folder.exists():
+            recover(folder)
         manifest = read_manifest(folder)
         for entry in _files(manifest):
             _check_file(folder, entry, manifest, verify)
@@ -144,54 +136,9 @@ class TokenData:
         if tokenizer.fingerprint != expected or tokenizer.vocab_size != manifest["vocab_size"]:
             raise UserError(
                 f"{folder / TOKENIZER}: not the tokenizer that made these tokens (fingerprint {tokenizer.fingerprint[:12]}, "
-                f"the manifest says {expected[:12]}); prepare the data again"
+                f"the manifest says {expected[:12]}); {AGAIN}"
             )
         return cls(folder, manifest, tokenizer)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared directory, checked for format, version, completeness and emptiness.
-
-    Raises:
-        UserError: see :meth:`TokenData.open`.
-    """
-    path = folder / MANIFEST
-    command = f"python -m models.data prepare {folder} --source demo"
-    if not path.is_file():
-        what = "is not prepared data (it has no manifest.json)" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; make it with, for example: {command}")
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f"{path}: not the manifest of prepared data (no format {FORMAT!r}); make some with, for example: {command}")
-    if manifest.get("version") != FORMAT_VERSION:
-        found = manifest.get("version")
-        raise UserError(f"{path}: format version {found!r}, this program reads version {FORMAT_VERSION}; prepare the data again")
-    if manifest.get("fingerprint") != fingerprint(manifest):
-        raise UserError(f"{path}: damaged (its fingerprint does not fit its contents); prepare the data again")
-    for split in SPLITS:
-        tokens = manifest["splits"][split]["tokens"]
-        if tokens != sum(shard["tokens"] for shard in manifest["splits"][split]["shards"]):
-            raise UserError(f"{path}: damaged (the {split} shards do not add up to {tokens:,} tokens); prepare the data again")
-        if tokens == 0:
-            raise UserError(f"{path}: the {split} split is empty; prepare the data again with more text or another fraction")
-    return manifest
-
-
-def fingerprint(manifest: dict[str, Any]) -> str:
-    """sha256 over what a training run sees: tokenizer, vocabulary size, dtype and the tokens of each split.
-
-    It leaves out how the tokens are cut into shards, the versions of libraries and the names of sources.
-    """
-    try:
-        seen = {
-            "tokenizer": manifest["tokenizer"]["fingerprint"],
-            "vocab_size": manifest["vocab_size"],
-            "dtype": manifest["dtype"],
-            "splits": {split: [manifest["splits"][split][key] for key in ("tokens", "sha256")] for split in SPLITS},
-        }
-    except (KeyError, TypeError):
-        return ""
-    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
 
 
 def _files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -202,10 +149,10 @@ def _files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 def _check_file(folder: Path, entry: dict[str, Any], manifest: dict[str, Any], verify: str) -> None:
     path = folder / entry["file"]
     if not path.is_file():
-        raise UserError(f"{path}: missing; prepare the data again")
+        raise UserError(f"{path}: missing; {AGAIN}")
     if "tokens" in entry:
         expected, size = entry["tokens"] * np.dtype(manifest["dtype"]).itemsize, path.stat().st_size
         if size != expected:
-            raise UserError(f"{path}: {size:,} bytes instead of {expected:,}, cut short or overwritten; prepare the data again")
-    if "sha256" in entry and (verify == "full" or "tokens" not in entry) and sha256(path) != entry["sha256"]:
-        raise UserError(f"{path}: contents changed (its sha256 is not the manifest's); prepare the data again")
+            raise UserError(f"{path}: {size:,} bytes instead of {expected:,}, cut short or overwritten; {AGAIN}")
+    if (verify == "full" or "tokens" not in entry) and sha256(path) != entry["sha256"]:
+        raise UserError(f"{path}: contents changed (its sha256 is not the manifest's); {AGAIN}")

@@ -9,8 +9,10 @@ import hashlib
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,9 @@ def open_source(spec: str, options: ReadOptions | None = None) -> Source:
         return PackagedSource.find(spec)
     if spec.startswith(HUB):
         return HubSource(spec.removeprefix(HUB), options)
-    path = Path(spec).expanduser()
+    if not spec:
+        raise UsageError("a source must be a name, file, folder or glob pattern; got an empty one (. is this folder)")
+    path = _expanded(spec)
     if path.is_dir():
         return FileSource(spec, path, _files_of(path), options)
     if path.is_file():
@@ -71,6 +75,13 @@ def open_source(spec: str, options: ReadOptions | None = None) -> Source:
         return _glob_source(spec, options)
     hint = unknown_name("source", spec, PACKAGED)
     raise UsageError(f"{hint}; expected one of those names, {HUB}OWNER/NAME, or an existing file, folder or glob pattern")
+
+
+def _expanded(spec: str) -> Path:
+    try:
+        return Path(spec).expanduser()
+    except RuntimeError as error:  # ~name of a user that does not exist
+        raise UsageError(f"{spec}: {error}") from None
 
 
 def _files_of(folder: Path) -> tuple[Path, ...]:
@@ -89,11 +100,15 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _glob_source(spec: str, options: ReadOptions) -> Source:
-    parts = Path(spec).expanduser().parts
+    parts = _expanded(spec).parts
     fixed = next(i for i, part in enumerate(parts) if WILDCARD.search(part))
     root = Path(*parts[:fixed])
-    found = (path for path in root.glob(str(Path(*parts[fixed:]))) if path.is_file() and not _is_hidden(path.relative_to(root)))
-    files = tuple(sorted(found))
+    try:
+        found = sorted(root.glob(str(Path(*parts[fixed:]))))
+    except ValueError as error:
+        hint = "** must stand alone between slashes, as in x/**/*.txt"
+        raise UsageError(f"{spec!r} is not a glob pattern: {error}; {hint}") from None
+    files = tuple(path for path in found if path.is_file() and not _is_hidden(path.relative_to(root)))
     if not files:
         raise UsageError(f"no file matches {spec!r}")
     return FileSource(spec, root, files, options)
@@ -130,12 +145,19 @@ class HubSource:
         import datasets
 
         options = self.options
+        failures = (datasets.exceptions.DatasetsError, OSError, ValueError)
         try:
-            rows = datasets.load_dataset(self.name, options.config, split=options.split, streaming=True)
-        except (datasets.exceptions.DatasetsError, FileNotFoundError, ConnectionError, ValueError) as error:
+            rows = iter(datasets.load_dataset(self.name, options.config, split=options.split, streaming=True))
+        except failures as error:
             hint = "check the name, --split and --config"
             raise UserError(f"{HUB}{self.name}: cannot be loaded ({_first_line(error)}); {hint}") from error
-        for number, row in enumerate(rows, 1):
+        for number in count(1):
+            try:
+                row = next(rows, None)
+            except failures as error:
+                raise UserError(f"{HUB}{self.name}, row {number}: cannot be read ({_first_line(error)})") from error
+            if row is None:
+                return
             yield _record(row, options.text_field, f"{HUB}{self.name}, row {number}")
 
     def describe(self) -> dict[str, Any]:
@@ -160,15 +182,28 @@ def _reader(path: Path) -> _Reader | None:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines of a UTF-8 file, with their ends."""
-    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}, line {number}: byte {error.start + 1} is not UTF-8 (0x{line[error.start]:02x}); "
-                    f"convert the file, for example with: iconv -f latin1 -t utf-8 {path} > converted.txt"
-                ) from None
+    for number, line in enumerate(_raw_lines(path), 1):
+        try:
+            yield number, line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: byte {error.start + 1} is not UTF-8 (0x{line[error.start]:02x}); "
+                f"convert the file, for example with: iconv -f latin1 -t utf-8 {path} > converted.txt"
+            ) from None
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    compressed = path.suffix.lower() == ".gz"
+    try:
+        with gzip.open(path, "rb") if compressed else path.open("rb") as file:
+            yield from file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        hint = "copy or compress it again, or drop the ending .gz if it is not compressed"
+        raise UserError(f"{path}: not a whole gzip file ({error}); {hint}") from error
+    except OSError as error:
+        if error.filename:
+            raise
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _read_text(path: Path, name: str, options: ReadOptions) -> Iterator[Document]:
@@ -190,7 +225,7 @@ def _read_jsonl(path: Path, name: str, options: ReadOptions) -> Iterator[Documen
             continue
         try:
             record = json.loads(line.lstrip("\ufeff"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not a JSON record ({error}); expected one object a line") from None
         yield _record(record, options.text_field, f"{path}, line {number}")
 
@@ -209,7 +244,7 @@ def _read_parquet(path: Path, name: str, options: ReadOptions) -> Iterator[Docum
             for record in batch.to_pylist():
                 row += 1
                 yield _record(record, options.text_field, f"{path}, row {row}")
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({_first_line(error)})") from error
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
+from models.vocab.wording import counted
 
 if TYPE_CHECKING:
     from models.vocab.sign_codes import SignCodes
@@ -33,9 +34,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(gf2, "write matrix and inverse to this .json file")
     table = _add(commands, "bytes", run_bytes, "token bytes, truncation, collisions", "Report the byte buffer of a tokenizer.")
     table.add_argument("tokenizer", metavar="TOKENIZER", help="a tokenizer.json, prepared data, or a name")
-    table.add_argument("--positions", type=int, nargs="+", default=[16], metavar="P", help="bytes kept of a token (default 16)")
-    table.add_argument("--vocab-size", type=int, metavar="V", help="with padding ids up to this size")
-    table.add_argument("--examples", type=int, default=5, metavar="N", help="collisions to show (default %(default)s)")
+    table.add_argument("--positions", type=_count, nargs="+", default=[16], metavar="P", help="bytes kept of a token (default 16)")
+    table.add_argument("--vocab-size", type=_count, metavar="V", help="with padding ids up to this size")
+    table.add_argument("--examples", type=_count, default=5, metavar="N", help="collisions to show (default %(default)s)")
     prior = _add(commands, "prior", run_prior, "log unigram frequencies", "Report (and write) the prior of prepared data.")
     prior.add_argument("data", metavar="DATA", help="a directory that `python -m models.data prepare` wrote")
     prior.add_argument("--unseen", default="log1n", help="for tokens never seen: log1n (default), median, percentile:Q")
@@ -49,6 +50,13 @@ def _add(commands, name: str, run, summary: str, description: str) -> argparse.A
     parser.set_defaults(run=run)
     add_common_flags(parser)
     return parser
+
+
+def _count(text: str) -> int:
+    """What argparse takes a number of things from."""
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"expected a whole number that is not negative, of at most 18 digits; got {text!r}")
+    return int(text)
 
 
 def _add_output(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
@@ -67,14 +75,14 @@ def _add_makers(commands) -> None:
     corpus = _add(commands, "from-corpus", run_from_corpus, "sign codes of the company tokens keep in prepared data",
                   "Signs of the principal components of the tokens' co-occurrence (PPMI) in the training split.")  # fmt: skip
     corpus.add_argument("data", metavar="DATA", help="a directory that `python -m models.data prepare` wrote")
-    corpus.add_argument("--window", type=int, default=4, metavar="N", help="tokens on either side that count (default %(default)s)")
-    corpus.add_argument("--contexts", type=int, default=1024, metavar="N", help="frequent tokens that count (default %(default)s)")
+    corpus.add_argument("--window", type=_count, default=4, metavar="N", help="tokens on either side that count (%(default)s)")
+    corpus.add_argument("--contexts", type=_count, default=1024, metavar="N", help="frequent tokens that count (%(default)s)")
     corpus.add_argument("--seed", type=int, default=0, help="of the codes of tokens that never occur (default %(default)s)")
     _add_bits(corpus)
     _add_output(corpus, "the file to write (default DATA/codes.safetensors, where training looks for it)")
     control = _add(commands, "random", run_random, "random sign codes, the control", "Random sign codes.")
     size = control.add_mutually_exclusive_group(required=True)
-    size.add_argument("--vocab-size", type=int, metavar="V", help="how many tokens")
+    size.add_argument("--vocab-size", type=_count, metavar="V", help="how many tokens")
     size.add_argument("--tokenizer", metavar="SPEC", help="a tokenizer.json, prepared data, or a name")
     control.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
     _add_bits(control)
@@ -90,10 +98,11 @@ def _add_readers(commands) -> None:
                                ("verify", run_verify, "whether a file of sign codes is whole and fits a tokenizer")):  # fmt: skip
         parser = _add(commands, name, run, summary, summary[0].upper() + summary[1:] + ".")
         parser.add_argument("codes", metavar="CODES", help="a file of sign codes (.safetensors)")
-        parser.add_argument("--tokenizer", metavar="SPEC", help="a tokenizer.json, prepared data, or a name")
+        beside = " (default: the one beside CODES that they were made for)" if name == "inspect" else ""
+        parser.add_argument("--tokenizer", metavar="SPEC", help=f"a tokenizer.json, prepared data, or a name{beside}")
         if name == "inspect":
             parser.add_argument("--token", action="append", metavar="TEXT", help="show the neighbours of this token (text or id)")
-            parser.add_argument("--neighbours", type=int, default=5, metavar="N", help="how many (default %(default)s)")
+            parser.add_argument("--neighbours", type=_count, default=5, metavar="N", help="how many (default %(default)s)")
 
 
 def main(argv: list[str]) -> None:
@@ -116,7 +125,7 @@ def run_from_embedding(arguments: argparse.Namespace) -> None:
         if len(matrix) < tokenizer.vocab_size:
             raise UserError(f"{source}: not this tokenizer's embedding: {len(matrix):,} rows for {tokenizer.vocab_size:,} ids")
         if len(matrix) > tokenizer.vocab_size:
-            print(f"left out {len(matrix) - tokenizer.vocab_size:,} rows of {source} after the tokenizer's last id")
+            print(f"left out {counted(len(matrix) - tokenizer.vocab_size, 'row')} of {source} after the tokenizer's last id")
         matrix = matrix[: tokenizer.vocab_size]
     _save(from_embedding(matrix, arguments.bits, source, tokenizer=fingerprint), target)
 
@@ -131,7 +140,7 @@ def run_from_corpus(arguments: argparse.Namespace) -> None:
     codes = from_corpus(data.train, data.vocab_size, arguments.bits, arguments.window, arguments.seed, contexts=arguments.contexts,
                         boundary=data.tokenizer.eos_id, tokenizer=data.tokenizer.fingerprint)  # fmt: skip
     _save(codes, target)
-    print(f"{codes.details['random_rows']:,} tokens have no company in the corpus and got random codes")
+    print(f"random codes, for want of company in the corpus: {counted(codes.details['random_rows'], 'token')}")
 
 
 def run_random(arguments: argparse.Namespace) -> None:
@@ -201,6 +210,9 @@ def run_prior(arguments: argparse.Namespace) -> None:
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Report a file of sign codes, and the neighbours of some tokens."""
     codes, tokenizer = _open(arguments)
+    if tokenizer is None:
+        tokenizer, said = _tokenizer_beside(Path(arguments.codes), codes)
+        print(said)
     print(codes.report())
     for name, value in sorted(codes.details.items()):
         print(f"  {name}: {value}")
@@ -227,6 +239,17 @@ def _open(arguments: argparse.Namespace) -> tuple["SignCodes", "Tokenizer | None
     if tokenizer and codes.vocab_size != tokenizer.vocab_size:
         raise UserError(f"{arguments.codes}: holds {codes.vocab_size:,} codes, the tokenizer has {tokenizer.vocab_size:,} ids")
     return codes, tokenizer
+
+
+def _tokenizer_beside(path: Path, codes: "SignCodes") -> "tuple[Tokenizer | None, str]":
+    """The tokenizer.json in the folder of the codes if they were made for it, and a line that says so or why not."""
+    beside = path.parent / "tokenizer.json"
+    if not beside.is_file():
+        return None, "ids are shown as numbers; to see their texts give --tokenizer"
+    tokenizer = _tokenizer(str(beside))
+    if (tokenizer.fingerprint, tokenizer.vocab_size) != (codes.tokenizer, codes.vocab_size):
+        return None, f"ids are shown as numbers: the codes are not known to be for {beside}; to see their texts give --tokenizer"
+    return tokenizer, f"ids are shown as their texts in {beside}"
 
 
 def _tokenizer(spec: str) -> "Tokenizer":

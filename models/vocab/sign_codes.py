@@ -22,9 +22,11 @@ import torch
 from kernels.sign_code import pack_sign_codes, unpack_sign_codes
 from models.errors import UserError
 from models.vocab.cooccurrence import count_pairs, ppmi
+from models.vocab.wording import counted
 
 FORMAT, VERSION = "tablefree sign codes", 1
-_FIELDS = ("bits", "source", "details", "explained_variance", "tokenizer")
+_FIELDS = {"bits": int, "source": str, "details": dict, "explained_variance": float | None, "tokenizer": str | None}
+MOST_IDS, MOST_BITS = 1 << 24, 1 << 16
 ROWS = 4096  # rows of E that are fp64 at a time
 CONTEXTS = 1024  # the covariance takes their square in memory and the eigenvectors their cube in time
 
@@ -89,7 +91,7 @@ class SignCodes:
         variance = "" if self.explained_variance is None else f"explained variance: {self.explained_variance:.4f}\n"
         return (f"sign codes:  {self.vocab_size:,} ids x {self.bits} bits, {self.words.numel() * 4 / 1e6:.2f} MB\n"
                 f"source:      {self.source}\n{variance}"
-                f"duplicates:  {sum(map(len, groups)):,} ids in {len(groups):,} groups share a code\n"
+                f"duplicates:  {sum(map(len, groups)):,} ids in {counted(len(groups), 'group')} share a code\n"
                 f"bit balance: {low:.3f} to {high:.3f} of the ids have +1\n"
                 f"tokenizer:   {self.tokenizer or 'not recorded'}\n"
                 f"checksum:    {self.checksum}")
@@ -116,7 +118,7 @@ class SignCodes:
         """
         codes, about = _read(Path(path))
         loaded = cls(codes, **{name: about[name] for name in _FIELDS})
-        if loaded.vocab_size != about["vocab_size"] or loaded.checksum != about["checksum"]:
+        if loaded.vocab_size != about.get("vocab_size") or loaded.checksum != about.get("checksum"):
             raise UserError(f"{path}: damaged: the codes do not match their checksum; make them again or copy the file again")
         recorded = loaded.tokenizer
         if tokenizer and recorded and recorded != tokenizer:
@@ -138,12 +140,12 @@ def _read(path: Path) -> tuple[torch.Tensor, dict]:
                 raise UserError(foreign)
             if about.get("version") != VERSION:
                 raise UserError(f"{path}: sign codes of version {about.get('version')}; this program reads version {VERSION}")
-            if not {*_FIELDS, "vocab_size", "checksum"} <= set(about):
+            if not all(isinstance(about.get(name, ...), kind) for name, kind in _FIELDS.items()):
                 raise UserError(foreign)
             return file.get_tensor("codes"), about
     except SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file, or cut short ({error})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(foreign) from error
 
 
@@ -232,8 +234,9 @@ def from_corpus(tokens: Sequence[int], vocab_size: int, bits: int, window: int =
 
 def random_codes(vocab_size: int, bits: int, seed: int, *, tokenizer: str | None = None) -> SignCodes:
     """Random codes, the control: word j of token t is a hash of (seed, t, j), on any machine and for any vocab_size."""
-    if vocab_size < 1 or bits < 1 or not 0 <= seed < 1 << 32:
-        raise UserError(f"random codes need vocab_size >= 1, bits >= 1 and 0 <= seed < 2^32; got {vocab_size}, {bits}, {seed}")
+    if not (1 <= vocab_size <= MOST_IDS and 1 <= bits <= MOST_BITS and 0 <= seed < 1 << 32):
+        limits = f"1 <= vocab_size <= {MOST_IDS:,}, 1 <= bits <= {MOST_BITS:,} and 0 <= seed < 2^32"
+        raise UserError(f"random codes need {limits}; got {vocab_size}, {bits}, {seed}")
     words = -(-bits // 32)
     token, word = np.arange(vocab_size, dtype=np.uint64)[:, None], np.arange(words, dtype=np.uint64)[None]
     values = _mix(_mix(_mix(np.uint64(seed)) + token) + word) >> np.uint64(32)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from models.errors import UserError
+from models.vocab.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 SPACE_MARK = "\u2581"
 RESERVED_LEAD = 0xFF  # never occurs in UTF-8, so no text can produce a reserved code
 RESERVED_LENGTH = 4
+MOST_IDS = 1 << 24  # what fits the rest of a reserved code
+MOST_POSITIONS = 4096
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -186,14 +189,14 @@ class ByteBuffer:
         size, positions = self.token_bytes.shape
         return (f"byte buffer: {size:,} ids x {positions} byte positions, {self.reserved:,} ids with reserved codes\n"
                 f"truncated:   {self.truncated:,} tokens are longer than {positions} bytes\n"
-                f"collisions:  {self.colliding:,} ids in {len(self.collisions):,} groups share a code\n"
+                f"collisions:  {self.colliding:,} ids in {counted(len(self.collisions), 'group')} share a code\n"
                 f"fingerprint: {self.fingerprint}")
 
 
 def reserved_code(index: int) -> bytes:
     """The code of an id that has no text (special token, padding id): four bytes that no UTF-8 text contains."""
-    if not 0 <= index < 1 << 24:
-        raise UserError(f"ids up to {(1 << 24) - 1:,} can have a reserved code; got {index:,}")
+    if not 0 <= index < MOST_IDS:
+        raise UserError(f"ids up to {MOST_IDS - 1:,} can have a reserved code; got {index:,}")
     return bytes([RESERVED_LEAD]) + index.to_bytes(RESERVED_LENGTH - 1, "big")
 
 
@@ -202,13 +205,17 @@ def byte_buffer(tokens: Sequence[bytes], special_ids: Collection[int], positions
 
     tokens: the bytes of each id; special_ids: ids whose bytes are not text; vocab_size: at least len(tokens), ids beyond it are
     padding and get reserved codes, as do ids with no bytes. Reserved codes differ from each other and from every token.
-    Raises UserError when positions < 4, when vocab_size is too small, or when a token's code is a reserved one.
+    Raises UserError when positions < 4 or > 4096, when vocab_size is too small or
+    > 2^24, or when a token's code is a reserved one.
     """
     size = len(tokens) if vocab_size is None else vocab_size
     if size < len(tokens) or size == 0:
         raise UserError(f"vocab_size must be at least the tokenizer's {len(tokens):,} ids; got {size:,}")
-    if positions < RESERVED_LENGTH:
-        raise UserError(f"positions must be at least {RESERVED_LENGTH} (the length of a reserved code); got {positions}")
+    if size > MOST_IDS:
+        raise UserError(f"vocab_size must be at most {MOST_IDS:,}, as many as there are reserved codes; got {size:,}")
+    if not RESERVED_LENGTH <= positions <= MOST_POSITIONS:
+        least = f"at least {RESERVED_LENGTH} (the length of a reserved code)"
+        raise UserError(f"positions must be {least} and at most {MOST_POSITIONS:,}; got {positions}")
     special = frozenset(special_ids)
     has_text = [i < len(tokens) and i not in special and len(tokens[i]) > 0 for i in range(size)]
     codes = [tokens[i][:positions] if has_text[i] else reserved_code(i) for i in range(size)]

@@ -23,6 +23,8 @@ from models.vocab.token_bytes import Vocabulary, read_vocabulary
 END_OF_TEXT = "<|endoftext|>"
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[CLS]")
+SMALLEST_BPE = 257  # 256 bytes and the end-of-text token
+LARGEST_BPE = 1 << 22  # the trainer takes memory for all of them in advance
 _log = logging.getLogger("tablefree.vocab")
 
 
@@ -119,10 +121,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE on ``texts``: all 256 bytes, the special token <|endoftext|> (id 0), and the most frequent merges.
 
     The same texts give the same tokenizer. It is smaller than ``vocab_size`` (said in the log) when the texts have too few
-    different words. Raises UserError when vocab_size < 257.
+    different words. Raises UserError when vocab_size does not lie between SMALLEST_BPE and LARGEST_BPE.
     """
-    if vocab_size < 257:
-        raise UserError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}); got {vocab_size}")
+    if not SMALLEST_BPE <= vocab_size <= LARGEST_BPE:
+        smallest = f"{SMALLEST_BPE} (256 bytes and {END_OF_TEXT})"
+        raise UserError(f"vocab_size must lie between {smallest} and {LARGEST_BPE}; got {vocab_size}")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
