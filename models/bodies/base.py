@@ -6,6 +6,7 @@ turns ids into x (and scales it: Gemma multiplies its table's rows by sqrt(d)) i
 Letters in shapes: B batch, T tokens, d width, H query heads, G key/value heads, h head width.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +102,7 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-class Body(nn.Module):
+class Body(nn.Module, ABC):
     """Base of the bodies: subclasses fill ``blocks`` and ``final_norm`` and say what each block is given."""
 
     blocks: nn.ModuleList
@@ -112,9 +113,9 @@ class Body(nn.Module):
         super().__init__()
         self.config = config
 
+    @abstractmethod
     def layer_inputs(self, x: torch.Tensor) -> list[LayerInputs]:
         """For each block, the rotary tables and the attention mask (None where not used)."""
-        raise NotImplementedError
 
     def embed_positions(self, x: torch.Tensor) -> torch.Tensor:
         """Add absolute positions, in bodies that have them."""
