@@ -1,10 +1,12 @@
 """What every op shares: choosing an implementation, and refusing bad arguments with one line that says what to do.
 
-An op's folder holds ``naive.py`` (ground truth, materialises what the papers materialise) and ``eager.py`` (plain PyTorch,
-table-free, the fast CPU path). The public function in its ``__init__.py`` validates, picks one and calls it.
+An op's folder holds ``naive.py`` (ground truth, materialises what the papers materialise), ``eager.py`` (plain PyTorch, table-free,
+the fast CPU path) and ``fused.py`` (Triton, imported when first used). The public function in its ``__init__.py`` validates, picks
+one and calls it.
 """
 
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -16,25 +18,60 @@ from torch.autograd import forward_ad
 
 IMPLS = ("naive", "eager", "fused", "auto")
 _log = logging.getLogger("tablefree.kernels")
-_said: set[str] = set()
+_said: set[tuple[str, str]] = set()
 _checked_override: bool | None = None
 
 
-def select_impl(op: str, impl: str, available: Sequence[str] = ("naive", "eager")) -> str:
-    """Return the implementation of ``op`` to run: ``impl`` itself, or what ``auto`` means here (said once in the log).
+def select_impl(
+    op: str,
+    impl: str,
+    device: torch.device,
+    available: Sequence[str] = ("naive", "eager"),
+    dtype: torch.dtype | None = None,
+) -> str:
+    """Return the implementation of ``op`` to run: ``impl`` itself, or what ``auto`` means on ``device`` (said once in the log).
 
-    Raises ValueError when ``impl`` is unknown, or known but not built for this op.
+    Raises ValueError when ``impl`` is unknown or not built for this op, TypeError when it does not compute in ``dtype``, and
+    RuntimeError when it cannot run on ``device``.
     """
-    if impl == "auto":
-        if not torch.compiler.is_compiling() and op not in _said:  # a log call would break the compiled graph
-            _said.add(op)
-            _log.info("%s: impl='auto' runs 'eager'", op)
-        return "eager"
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl must be one of {', '.join(IMPLS)}; got {impl!r}")
+    if impl == "auto":
+        return _automatic(op, device, available, dtype)
     if impl not in available:
         raise ValueError(f"{op}: impl={impl!r} is not available in this version; use one of {', '.join(available)} or auto")
+    if impl == "fused":
+        if dtype == torch.float64:
+            raise TypeError(f"{op}: impl='fused' takes float32, bfloat16 or float16 (it adds in float32), got float64; use 'eager'")
+        if problem := fused_problem(device):
+            raise RuntimeError(f"{op}: impl='fused' cannot run: {problem}")
     return impl
+
+
+def _automatic(op: str, device: torch.device, available: Sequence[str], dtype: torch.dtype | None) -> str:
+    wanted = device.type == "cuda" and "fused" in available and dtype != torch.float64
+    problem = fused_problem(device) if wanted else ""
+    chosen = "fused" if wanted and not problem else "eager"
+    if not torch.compiler.is_compiling() and (op, chosen) not in _said:  # a log call would break the compiled graph
+        _said.add((op, chosen))
+        _log.info("%s: impl='auto' runs %r%s", op, chosen, f" ({problem})" if problem else "")
+    return chosen
+
+
+def fused_problem(device: torch.device) -> str:
+    """Why Triton kernels cannot run on tensors of ``device``, with what to do; empty when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if device.type == "meta" or os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return ""
+    if device.type != "cuda":
+        return (
+            f"the tensors are on {device.type}, and Triton needs a GPU; use impl='eager', "
+            "or set TRITON_INTERPRET=1 before starting Python to run the kernels in Triton's interpreter (slow)"
+        )
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "this GPU's compute capability is below 8.0; use impl='eager'"
+    return ""
 
 
 def is_checked(device: torch.device) -> bool:

@@ -1,6 +1,10 @@
-"""Helpers shared by the tests: the three-way tolerance, tensors with awkward strides, the largest tensor of a block, and text."""
+"""Helpers shared by the tests: the three-way tolerance, tensors with awkward strides, guard zones, the largest tensor of a block, text."""
 
+import contextlib
+import math
 import random
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -31,6 +35,32 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     view = padded[tuple(slice(1, 2 * n + 1, 2) for n in tensor.shape)]
     view.copy_(tensor)
     return view
+
+
+@contextlib.contextmanager
+def guarded(zone: int = 64) -> Iterator[Callable[[], None]]:
+    """Give every ``torch.empty`` of the block guard zones before and behind it; call the yielded function to check them.
+
+    A kernel that writes outside its output lands in a zone (``zone`` elements on each side) and the check fails.
+    """
+    real, outer = torch.empty, []
+
+    def empty(*size, **options):
+        size = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else size
+        elements = math.prod(size)
+        buffer = real(elements + 2 * zone, **options).fill_(77)
+        inside = buffer[zone : zone + elements]
+        inside.fill_(float("nan") if inside.is_floating_point() else 77)
+        outer.append((buffer, elements))
+        return inside.view(size)
+
+    def check() -> None:
+        for buffer, elements in outer:
+            assert (buffer[:zone] == 77).all() and (buffer[zone + elements :] == 77).all(), "written outside an output"
+        assert outer, "no output was allocated by torch.empty inside the block"
+
+    with mock.patch.object(torch, "empty", empty):
+        yield check
 
 
 class LargestTensor(TorchDispatchMode):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from support import LargestTensor, strided
 
-from kernels.binary_code import LIFTS, SCALES, binary_code_embedding, eager, pack_gf2_matrix, unpack_gf2_matrix
+from kernels.binary_code import LIFTS, SCALES, binary_code_embedding, pack_gf2_matrix, unpack_gf2_matrix
+from kernels.binary_code import op as registered
 from kernels.common import checked_mode
 
 BITS = [1, 2, 7, 16, 31, 62]
@@ -96,8 +97,8 @@ def test_pack_gf2_matrix():
 def test_opcheck_and_compile():
     matrix = random_matrix(16)
     for ids in (torch.randint(0, 2**16, (4, 3)), torch.zeros(0, dtype=torch.int32)):
-        torch.library.opcheck(eager.binary_code_embedding, (ids, 40, 16, matrix, 5, "tile", "pm1", torch.bfloat16))
-        torch.library.opcheck(eager.binary_code_embedding, (ids, 40, 16, None, 0, "interleave", "01", torch.float32))
+        torch.library.opcheck(registered.binary_code_embedding, (ids, 40, 16, matrix, 5, "tile", "pm1", torch.bfloat16, "eager"))
+        torch.library.opcheck(registered.binary_code_embedding, (ids, 40, 16, None, 0, "interleave", "01", torch.float32, "eager"))
     compiled = torch.compile(lambda ids: binary_code_embedding(ids, 40, bits=16, matrix=matrix), fullgraph=True)
     for tokens in (6, 11):
         ids = torch.randint(0, 2**16, (tokens,))

@@ -6,7 +6,8 @@ from lookup_contract import LookupContract
 from support import relative_error
 
 from kernels.common import checked_mode
-from kernels.kronecker import eager, kronecker_codec, kronecker_embedding
+from kernels.kronecker import kronecker_codec, kronecker_embedding
+from kernels.kronecker import op as registered
 
 
 def byte_buffer(vocabulary: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,9 +35,9 @@ class TestContract(LookupContract):
     def registered(self, ids, constants, weight):
         grad = torch.randn(*ids.shape, self.width, dtype=torch.float64, requires_grad=True)
         return [
-            (eager.kronecker_embedding, (ids, *constants, weight)),
-            (eager.kronecker_embedding_backward, (grad, ids, *constants)),
-            (eager.kronecker_codec, (ids, *constants, True, torch.float64)),
+            (registered.kronecker_embedding, (ids, *constants, weight, "eager")),
+            (registered.kronecker_embedding_backward, (grad, ids, *constants, "eager")),
+            (registered.kronecker_codec, (ids, *constants, True, torch.float64, "eager")),
         ]
 
     def forbidden_elements(self, tokens):

@@ -6,6 +6,7 @@ from lookup_contract import LookupContract
 from support import LargestTensor
 
 from kernels.sign_code import eager, pack_sign_codes, sign_code_embedding, unpack_sign_codes
+from kernels.sign_code import op as registered
 
 
 class TestContract(LookupContract):
@@ -20,8 +21,8 @@ class TestContract(LookupContract):
     def registered(self, ids, constants, weight):
         grad = torch.randn(*ids.shape, self.width, dtype=torch.float64, requires_grad=True)
         return [
-            (eager.sign_code_embedding, (ids, *constants, weight)),
-            (eager.sign_code_embedding_backward, (grad, ids, *constants, self.rows)),
+            (registered.sign_code_embedding, (ids, *constants, weight, "eager")),
+            (registered.sign_code_embedding_backward, (grad, ids, *constants, self.rows, "eager")),
         ]
 
     def forbidden_elements(self, tokens):

@@ -12,7 +12,8 @@ import torch
 
 from kernels.common import require_dtype, require_same_device, require_shape, select_impl
 
-from . import eager, naive
+from . import naive
+from . import op as registered
 from .packing import pack_gf2_matrix, unpack_gf2_matrix
 
 __all__ = ["LIFTS", "MAX_BITS", "SCALES", "binary_code_embedding", "pack_gf2_matrix", "unpack_gf2_matrix"]
@@ -20,6 +21,7 @@ __all__ = ["LIFTS", "MAX_BITS", "SCALES", "binary_code_embedding", "pack_gf2_mat
 LIFTS = ("tile", "interleave")
 SCALES = ("01", "pm1", "unit_rms")
 MAX_BITS = 62
+_AVAILABLE = ("naive", "eager", "fused")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,5 +75,7 @@ def binary_code_embedding(
             raise ValueError(f"{op}: {name} must be one of {', '.join(known)}; got {value!r}")
     if dtype not in _FLOATS:
         raise TypeError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-    chosen = naive if select_impl(op, impl) == "naive" else eager
-    return chosen.binary_code_embedding(ids, d_model, bits, matrix, offset, lift, scale, dtype)
+    chosen = select_impl(op, impl, ids.device, _AVAILABLE)
+    if chosen == "naive":
+        return naive.binary_code_embedding(ids, d_model, bits, matrix, offset, lift, scale, dtype)
+    return registered.binary_code_embedding(ids, d_model, bits, matrix, offset, lift, scale, dtype, chosen)

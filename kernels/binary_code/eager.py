@@ -4,8 +4,6 @@ import torch
 
 from kernels.segments import accumulation_dtype
 
-from .packing import require_values
-
 
 def _parity(words: torch.Tensor) -> torch.Tensor:
     """1 where a word has an odd number of set bits, else 0, by folding halves onto each other."""
@@ -14,8 +12,7 @@ def _parity(words: torch.Tensor) -> torch.Tensor:
     return words & 1
 
 
-@torch.library.custom_op("tablefree::binary_code_embedding", mutates_args=())
-def binary_code_embedding(
+def embed(
     ids: torch.Tensor,
     d_model: int,
     bits: int,
@@ -25,8 +22,7 @@ def binary_code_embedding(
     scale: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows [*ids.shape, d_model] in ``dtype``; see ``kernels.binary_code.binary_code_embedding``."""
-    require_values(ids, bits, matrix)
+    """Rows [*ids.shape, d_model] in ``dtype``."""
     word = ids.reshape(-1, 1).long()
     bit = torch.arange(bits, device=ids.device)
     code = (word >> bit) & 1 if matrix is None else _parity(word & matrix)
@@ -37,8 +33,3 @@ def binary_code_embedding(
     source = column % bits if lift == "tile" else column * bits // d_model
     # Widened in fp32, then rounded: PyTorch's CPU index_select is ten times slower on 16-bit elements.
     return values.index_select(1, source).to(dtype).view(*ids.shape, d_model)
-
-
-@binary_code_embedding.register_fake
-def _(ids, d_model, bits, matrix, offset, lift, scale, dtype):
-    return ids.new_empty(*ids.shape, d_model, dtype=dtype)

@@ -45,7 +45,7 @@ def bit_linear(
     require_shape("bit_linear", "weight", weight, ("N", x.shape[-1]))
     _require_rows("bit_linear", x, norm_weight, bias, weight.shape[0])
     require_same_device("bit_linear", x=x, weight=weight, norm_weight=norm_weight, bias=bias)
-    run = naive if select_impl("bit_linear", impl) == "naive" else eager
+    run = naive if select_impl("bit_linear", impl, x.device) == "naive" else eager
     y = run.bit_linear(_rows(x), weight, norm_weight, bias, eps, scale, norm, autocast_dtype(x))
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -94,7 +94,7 @@ def packed_bit_linear(
         require_shape("packed_bit_linear", "scale", scale, (packed.shape[0],))
     _require_rows("packed_bit_linear", x, norm_weight, bias, packed.shape[0])
     require_same_device("packed_bit_linear", x=x, packed=packed, scale=scale, norm_weight=norm_weight, bias=bias)
-    run = naive if select_impl("packed_bit_linear", impl) == "naive" else eager
+    run = naive if select_impl("packed_bit_linear", impl, x.device) == "naive" else eager
     y = run.packed_bit_linear(_rows(x), packed, scale, norm_weight, bias, eps, norm, autocast_dtype(x))
     return y.reshape(*x.shape[:-1], packed.shape[0])
 

@@ -14,9 +14,11 @@ import torch
 
 from kernels.common import autocast_dtype, refuse_forward_ad, require_dtype, require_same_device, require_shape, select_impl
 
-from . import eager, naive
+from . import naive
+from . import op as registered
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_AVAILABLE = ("naive", "eager")
 _LENGTHS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -53,10 +55,11 @@ def kronecker_embedding(
     require_shape(op, "weight", weight, (256 * token_bytes.shape[1], "d"))
     require_same_device(op, ids=ids, token_bytes=token_bytes, lengths=lengths, weight=weight)
     weight = weight.to(autocast_dtype(weight))
-    if select_impl(op, impl) == "naive":
+    chosen = select_impl(op, impl, ids.device, _AVAILABLE, weight.dtype)
+    if chosen == "naive":
         return naive.kronecker_embedding(ids, token_bytes, lengths, weight)
     refuse_forward_ad(op, weight)
-    return eager.kronecker_embedding(ids, token_bytes, lengths, weight)
+    return registered.kronecker_embedding(ids, token_bytes, lengths, weight, chosen)
 
 
 def kronecker_codec(
@@ -78,6 +81,7 @@ def kronecker_codec(
     require_same_device(op, ids=ids, token_bytes=token_bytes, lengths=lengths)
     if dtype not in _FLOATS:
         raise TypeError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-    if select_impl(op, impl) == "naive":
+    chosen = select_impl(op, impl, ids.device, _AVAILABLE, dtype)
+    if chosen == "naive":
         return naive.kronecker_codec(ids, token_bytes, lengths, normalize, dtype)
-    return eager.kronecker_codec(ids, token_bytes, lengths, normalize, dtype)
+    return registered.kronecker_codec(ids, token_bytes, lengths, normalize, dtype, chosen)

@@ -6,10 +6,7 @@ one segment per weight row. On a GPU, ``torch.unique`` makes the host wait; the 
 
 import torch
 
-from kernels.common import refuse_forward_ad, require_in_range
 from kernels.segments import accumulation_dtype, gather_sum, group, sum_duplicates
-
-from .checks import require_lengths
 
 _EPS = 1e-6  # added to the standard deviation, outside the root
 
@@ -28,18 +25,15 @@ def _cells(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) 
     positions = token_bytes.shape[1]
     position = torch.arange(positions, device=ids.device)
     length = lengths.index_select(0, ids)
-    require_lengths("kronecker", length, positions)
     cell = token_bytes.index_select(0, ids).long() * positions + position
     return cell, position < length.unsqueeze(1), length
 
 
-@torch.library.custom_op("tablefree::kronecker_embedding", mutates_args=())
-def kronecker_embedding(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Rows [*ids.shape, d] in the weight's dtype; see ``kernels.kronecker.kronecker_embedding``."""
-    require_in_range("kronecker", "ids", ids, token_bytes.shape[0])
+def embed(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows [*ids.shape, d] in the weight's dtype."""
     distinct, inverse = torch.unique(ids.reshape(-1).long(), return_inverse=True)
     cell, present, length = _cells(distinct, token_bytes, lengths)
-    wide = weight.detach().to(accumulation_dtype(weight.dtype))  # attached, embedding_bag would prepare a backward
+    wide = weight.to(accumulation_dtype(weight.dtype))
     rise, base = _two_values(length, token_bytes.shape[1], wide.dtype)
     starts = length.long().cumsum(0) - length
     scale = rise.unsqueeze(1).expand_as(cell).masked_select(present)
@@ -47,15 +41,7 @@ def kronecker_embedding(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: t
     return rows.to(weight.dtype).index_select(0, inverse).view(*ids.shape, weight.shape[1])
 
 
-@kronecker_embedding.register_fake
-def _(ids, token_bytes, lengths, weight):
-    return weight.new_empty(*ids.shape, weight.shape[1])
-
-
-@torch.library.custom_op("tablefree::kronecker_embedding_backward", mutates_args=())
-def kronecker_embedding_backward(
-    grad: torch.Tensor, ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Weight gradient [256 * P, d] for the rows' gradient [*ids.shape, d], in that gradient's dtype."""
     positions = token_bytes.shape[1]
     flat = grad.reshape(-1, grad.shape[-1]).to(accumulation_dtype(grad.dtype))
@@ -68,41 +54,9 @@ def kronecker_embedding_backward(
     return gather_sum(summed, source, starts, rise.index_select(0, source)).add_(base @ summed).to(grad.dtype)
 
 
-@kronecker_embedding_backward.register_fake
-def _(grad, ids, token_bytes, lengths):
-    return grad.new_empty(256 * token_bytes.shape[1], grad.shape[-1])
-
-
-def _save_for_gradient(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])
-
-
-def _weight_gradient(ctx, grad):
-    refuse_forward_ad("kronecker_embedding", grad)
-    return None, None, None, kronecker_embedding_backward(grad, *ctx.saved_tensors)
-
-
-def _save_for_second_gradient(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _second_gradient(ctx, grad_of_weight_gradient):
-    refuse_forward_ad("kronecker_embedding", grad_of_weight_gradient)
-    # The op is linear in the weight, so the transpose of its backward is its forward.
-    return kronecker_embedding(*ctx.saved_tensors, grad_of_weight_gradient), None, None, None
-
-
-kronecker_embedding.register_autograd(_weight_gradient, setup_context=_save_for_gradient)
-kronecker_embedding_backward.register_autograd(_second_gradient, setup_context=_save_for_second_gradient)
-
-
-@torch.library.custom_op("tablefree::kronecker_codec", mutates_args=())
-def kronecker_codec(
-    ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, normalize: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """Codec rows [*ids.shape, 256 * P]; see ``kernels.kronecker.kronecker_codec``."""
-    vocabulary, positions = token_bytes.shape
-    require_in_range("kronecker", "ids", ids, vocabulary)
+def codec(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, normalize: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Codec rows [*ids.shape, 256 * P] in ``dtype``."""
+    positions = token_bytes.shape[1]
     cell, present, length = _cells(ids.reshape(-1).long(), token_bytes, lengths)
     if normalize:
         rise, base = _two_values(length, positions, torch.float64)
@@ -110,10 +64,5 @@ def kronecker_codec(
         rise, base = length.double().clamp_min(1).rsqrt(), torch.zeros_like(length, dtype=torch.float64)
     # A position past the token's end names a cell of its own too, so writing the base there changes nothing.
     value = (base.unsqueeze(1) + rise.unsqueeze(1) * present).to(dtype)
-    codec = base.to(dtype).unsqueeze(1).repeat(1, 256 * positions).scatter_(1, cell, value)
-    return codec.view(*ids.shape, 256 * positions)
-
-
-@kronecker_codec.register_fake
-def _(ids, token_bytes, lengths, normalize, dtype):
-    return ids.new_empty(*ids.shape, 256 * token_bytes.shape[1], dtype=dtype)
+    rows = base.to(dtype).unsqueeze(1).repeat(1, 256 * positions).scatter_(1, cell, value)
+    return rows.view(*ids.shape, 256 * positions)

@@ -14,8 +14,8 @@ def kronecker_codec(
     vocabulary, positions = token_bytes.shape
     require_in_range("kronecker", "ids", ids, vocabulary)
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    require_lengths("kronecker", ids, lengths, positions)
     length = lengths[ids.long()].unsqueeze(-1)
-    require_lengths("kronecker", length, positions)
     position = torch.arange(positions, device=ids.device)
     cell = token_bytes[ids.long()].long() * positions + position
     value = (position < length).to(statistics) / length.clamp(min=1).to(statistics).sqrt()

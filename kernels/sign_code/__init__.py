@@ -9,11 +9,13 @@ import torch
 
 from kernels.common import autocast_dtype, refuse_forward_ad, require_dtype, require_same_device, require_shape, select_impl
 
-from . import eager, naive
+from . import naive
+from . import op as registered
 from .packing import pack_sign_codes, unpack_sign_codes
 
 __all__ = ["pack_sign_codes", "sign_code_embedding", "unpack_sign_codes"]
 
+_AVAILABLE = ("naive", "eager")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,7 +41,8 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
     require_shape(op, "codes", codes, ("V", (weight.shape[0] + 31) // 32))
     require_same_device(op, ids=ids, codes=codes, weight=weight)
     weight = weight.to(autocast_dtype(weight))
-    if select_impl(op, impl) == "naive":
+    chosen = select_impl(op, impl, ids.device, _AVAILABLE, weight.dtype)
+    if chosen == "naive":
         return naive.sign_code_embedding(ids, codes, weight)
     refuse_forward_ad(op, weight)
-    return eager.sign_code_embedding(ids, codes, weight)
+    return registered.sign_code_embedding(ids, codes, weight, chosen)
