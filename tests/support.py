@@ -1,4 +1,4 @@
-"""Helpers shared by the tests: the three-way tolerance, tensors with awkward strides, guard zones, the largest tensor of a block, text."""
+"""Helpers shared by the tests: the three-way tolerance, awkward strides, guard zones, the largest tensor of a block, and text."""
 
 import contextlib
 import math
