@@ -15,6 +15,7 @@ Head = Literal["table", "tied", "code"]
 Prior = Literal["none", "fixed", "trained"]
 Linear = Literal["float", "bitnet"]
 Impl = Literal["auto", "naive", "eager", "fused"]
+SECOND_PHASE_START = 1 / 3  # of optim.lr: 5e-4 after a peak of 1.5e-3 (models/training/schedule.py)
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """AdamW with linear warm-up and a cosine to a floor; decay on matrices only."""
+    """AdamW with a linear warm-up; decay on matrices only. Schedules: models/training/schedule.py."""
 
     lr: float = 1e-3  # peak learning rate
-    min_lr: float = 1e-4  # floor of the cosine
+    min_lr: float = 1e-4  # learning rate of the last step
+    schedule: Literal["cosine", "two_phase"] = "cosine"  # two_phase: BitNet b1.58's, for any body
+    phase_switch: float = 0.5  # two_phase: share of the steps after which the second phase begins
     warmup_steps: int = 20  # steps of linear warm-up
     weight_decay: float = 0.1  # on parameters with two or more dimensions
     beta1: float = 0.9
@@ -225,6 +228,13 @@ def _number_problems(settings: RunSettings) -> list[str]:
         found.append(f"optim.min_lr ({optim.min_lr:g}) must not exceed optim.lr ({optim.lr:g})")
     betas = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
     found += [f"{name} must lie in [0, 1), got {beta:g}" for name, beta in betas.items() if not 0 <= beta < 1]
+    if not 0 < optim.phase_switch < 1:
+        found.append(f"optim.phase_switch must lie between 0 and 1, got {optim.phase_switch:g}")
+    if optim.schedule == "two_phase" and optim.min_lr > optim.lr * SECOND_PHASE_START:
+        found.append(
+            f"optim.min_lr ({optim.min_lr:g}) must not exceed optim.lr / 3 = {optim.lr * SECOND_PHASE_START:g}, where the second "
+            "phase of optim.schedule=two_phase starts"
+        )
     if not optim.eps >= 1e-30:
         found.append(f"optim.eps must be at least 1e-30, got {optim.eps:g}")
     if optim.lr > 1e3:

@@ -1,4 +1,4 @@
-"""The learning rate stays within its bounds at every step of every schedule."""
+"""Learning rate and weight decay at every step of every schedule."""
 
 import itertools
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.settings import OptimSettings
-from models.training.schedule import build_optimizer, learning_rate
+from models.settings import OptimSettings, RunSettings, override, problems
+from models.training.schedule import build_optimizer, learning_rate, schedule_step
 
 
 @pytest.mark.parametrize("steps, warmup", [*itertools.product((1, 2, 3, 10, 257), (0, 1, 5, 10_000))])
@@ -34,3 +34,33 @@ def test_a_model_without_vectors_has_one_group():
     optimizer = build_optimizer(nn.Linear(2, 2, bias=False), OptimSettings())
     assert len(optimizer.param_groups) == 1
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_two_phases_take_the_recipes_shares_of_the_peak():
+    optim = OptimSettings(lr=1.5e-3, min_lr=0.0, warmup_steps=10, schedule="two_phase", phase_switch=0.5)
+    rates = [learning_rate(step, 100, optim) for step in range(100)]
+    assert rates[10] == pytest.approx(1.5e-3) and rates[49] == pytest.approx(8e-4)
+    assert rates[50] == pytest.approx(5e-4) and rates[99] == pytest.approx(0)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    short = [learning_rate(step, 3, optim) for step in range(3)]
+    assert all(0 <= rate <= optim.lr for rate in short)
+
+
+@pytest.mark.parametrize("schedule, later", [("two_phase", 0.0), ("cosine", 0.3)])
+def test_the_second_phase_has_no_decay(schedule, later):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    optim = OptimSettings(weight_decay=0.3, schedule=schedule, phase_switch=0.75)
+    optimizer = build_optimizer(model, optim)
+    found = []
+    for step in range(8):
+        rate = schedule_step(optimizer, step, 8, optim)
+        assert all(group["lr"] == rate for group in optimizer.param_groups)
+        assert optimizer.param_groups[1]["weight_decay"] == 0
+        found.append(optimizer.param_groups[0]["weight_decay"])
+    assert found == [0.3] * 6 + [later] * 2
+
+
+def test_a_schedule_that_would_rise_is_refused():
+    wrong = problems(override(RunSettings(), {"optim.schedule": "two_phase", "optim.lr": 1e-3, "optim.min_lr": 5e-4}))
+    assert len(wrong) == 1 and "optim.min_lr" in wrong[0] and "optim.lr / 3" in wrong[0]
+    assert "optim.phase_switch must lie between 0 and 1" in problems(override(RunSettings(), {"optim.phase_switch": 1.0}))[0]

@@ -26,7 +26,7 @@ from models.settings import RunSettings, from_nested
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
 from models.training.folder import check_free, claim, read_result, record, refuse_changes
 from models.training.progress import Metrics, ProgressLine, read_metrics
-from models.training.schedule import build_optimizer, learning_rate
+from models.training.schedule import build_optimizer, schedule_step
 from models.training.signals import Stopped, StopRequest
 from models.vocab.fixed_data import FixedData, load_data
 from models.vocab.heads import IGNORE
@@ -141,9 +141,7 @@ class Run:
                 f"step {self.step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite, in batch {digest} ({rows}); "
                 f"stopped before its update. Lower optim.lr, or look at those rows; the weights are those of step {self.step}"
             )
-        rate = learning_rate(self.step, train.steps, optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = schedule_step(self.optimizer, self.step, train.steps, optim)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.tokens = self.step + 1, self.tokens + targets.numel()
