@@ -111,9 +111,9 @@ def embed(
     rows, columns = _blocks(target_of(ids), d_model, dtype.itemsize)
     low, high, bad = _patterns(scale, dtype)
     grid = (triton.cdiv(tokens, rows) * triton.cdiv(d_model, columns),)
+    mask_stride = 0 if matrix is None else matrix.stride(0)
     launch(
-        _write_rows, grid, flat, matrix, out.view(_INTEGER[dtype]), tokens, flat.stride(0), matrix.stride(0) if matrix is not None else 0,
-        num_warps=4, WIDTH=d_model, K=bits, K_POWER=triton.next_power_of_2(bits), OFFSET=offset, INTERLEAVE=lift == "interleave",
+        _write_rows, grid, flat, matrix, out.view(_INTEGER[dtype]), tokens, flat.stride(0), mask_stride, num_warps=4, WIDTH=d_model, K=bits, K_POWER=triton.next_power_of_2(bits), OFFSET=offset, INTERLEAVE=lift == "interleave",
         LOW=low, HIGH=high, BAD=bad, BLOCK_T=rows, BLOCK_D=columns,
     )  # fmt: skip
     return out.view(*ids.shape, d_model)
