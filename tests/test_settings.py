@@ -69,6 +69,12 @@ def test_a_tied_head_needs_a_table(interface):
         check(RunSettings(arm=ArmSettings(interface=interface, head="tied")))
 
 
+def test_every_implementation_can_be_asked_for():
+    """Whether the machine can run it is asked where the device is known (models/ops.py)."""
+    for impl in ("auto", "naive", "eager", "fused"):
+        check(override(RunSettings(), {"arm.impl": impl}))
+
+
 def test_all_settings_have_two_part_names():
     assert all(name.count(".") == 1 for name in flatten(RunSettings()))
 

@@ -343,7 +343,7 @@ def test_command_line_end_to_end(data_dir, tmp_path):
     (["--interface", "kron", "--head", "tied"], 2, "has none"),
     (["--preset", "gpt2-tny"], 2, "did you mean gpt2-tiny"),
     (["--arms", "table", "--head", "code"], 2, "--arms chooses arm.head itself"),
-    (["--impl", "fused"], 2, "no Triton kernels in this version"),
+    (["--impl", "fusd"], 2, "did you mean fused?"),
     (["--data", "nowhere"], 1, "nowhere does not exist"),
 ])  # fmt: skip
 def test_bad_usage_is_one_line_and_a_code(data_dir, tmp_path, arguments, code, message):

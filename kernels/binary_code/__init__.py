@@ -21,7 +21,7 @@ __all__ = ["LIFTS", "MAX_BITS", "SCALES", "binary_code_embedding", "pack_gf2_mat
 LIFTS = ("tile", "interleave")
 SCALES = ("01", "pm1", "unit_rms")
 MAX_BITS = 62
-_AVAILABLE = ("naive", "eager", "fused")
+AVAILABLE = ("naive", "eager", "fused")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,12 +50,13 @@ def binary_code_embedding(
             "unit_rms": 0 and sqrt(2), the multiple of "01" whose mean square over equally likely bits is 1. The last two are ours:
             the paper uses 0/1 without scaling and leaves other choices open.
         dtype: fp64, fp32, bf16 or fp16.
-        impl: "naive" multiplies 0/1 matrices modulo 2; "eager" takes parities of packed words; "auto".
+        impl: "naive" multiplies 0/1 matrices modulo 2; "eager" takes parities of packed words; "fused" (Triton) does so in
+            registers and writes each row once; "auto". All give the same bits.
 
     Returns: [*ids.shape, d_model] in ``dtype``.
 
-    Raises: TypeError (dtype), ValueError (shape, device, an option; a mask outside [0, 2**bits) in checked mode) and IndexError (an
-    id outside [0, 2**bits) in checked mode).
+    Raises: TypeError (dtype), ValueError (shape, device, an option; a mask outside [0, 2**bits) in checked mode), IndexError (an
+    id outside [0, 2**bits) in checked mode; otherwise "fused" gives it a row of NaN) and RuntimeError (Triton cannot run here).
     """
     op = "binary_code_embedding"
     require_dtype(op, "ids", ids, (torch.int32, torch.int64))
@@ -75,7 +76,7 @@ def binary_code_embedding(
             raise ValueError(f"{op}: {name} must be one of {', '.join(known)}; got {value!r}")
     if dtype not in _FLOATS:
         raise TypeError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-    chosen = select_impl(op, impl, ids.device, _AVAILABLE)
+    chosen = select_impl(op, impl, ids.device, AVAILABLE)
     if chosen == "naive":
         return naive.binary_code_embedding(ids, d_model, bits, matrix, offset, lift, scale, dtype)
     return registered.binary_code_embedding(ids, d_model, bits, matrix, offset, lift, scale, dtype, chosen)
