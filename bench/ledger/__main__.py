@@ -39,12 +39,13 @@ def main(argv: list[str]) -> int:
     if arguments.jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {arguments.jobs}")
     from bench.ledger.chips import BY_TARGET
-    from bench.ledger.compiler import require_compiler
 
     for target in arguments.arch:
         if target not in BY_TARGET:
             raise UsageError(f"--arch {target!r} is not a chip of the ledger; known: {', '.join(BY_TARGET)}")
     old = read(arguments.diff) if arguments.diff else None
+    from bench.ledger.compiler import require_compiler
+
     require_compiler()
     from bench.ledger.rows import jobs, make_rows
     from bench.ledger.rules import violations
@@ -85,10 +86,11 @@ def read(path: Path) -> dict:
 
 
 def write(path: Path, ledger: dict) -> None:
-    """Write the ledger so that a reader sees the old file or the new one, never half of one."""
+    """Write the ledger, one row a line, so that a reader sees the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(ledger, indent=1) + "\n")
+    rows = ",\n".join(json.dumps(row) for row in ledger["rows"])
+    partial.write_text(f'{{"versions": {json.dumps(ledger["versions"])}, "rows": [\n{rows}\n]}}\n')
     partial.replace(path)
 
 
