@@ -102,5 +102,5 @@ def test_a_ledger_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path.write_text("old")
     monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
-        write(path, {"rows": []})
+        write(path, {"versions": {}, "rows": []})
     assert path.read_text() == "old"
