@@ -20,11 +20,14 @@ def _launches(rows: Rows) -> Iterator[tuple[dict, dict, str]]:
 
 
 def local_memory(rows: Rows) -> list[str]:
-    """No spilled register is loaded or stored in a main loop on sm_80, sm_90 and sm_100; outside it a spill costs little."""
+    """No spilled register is loaded or stored in a main loop on sm_80, sm_90 and sm_100; outside it a spill costs little.
+
+    A kernel without a loop is its own main loop.
+    """
     return [
         f"{name}: {launch['loop']['local']} local-memory instructions in the main loop ({launch['config']})"
         for row, launch, name in _launches(rows)
-        if launch["loop"]["local"] and launch["loop"]["looped"] and row["target"] in NO_LOCAL
+        if launch["loop"]["local"] and row["target"] in NO_LOCAL
     ]
 
 
