@@ -39,6 +39,8 @@ def _sum_chunk(
     BLOCK_D: tl.constexpr,
 ):
     """One program adds one chunk of positions, for one tile of columns."""
+    tl.assume(row_stride >= 0)
+    tl.assume(width >= 0)
     chunk = tl.program_id(0)
     first = chunk * CHUNK
     end = tl.minimum(first + CHUNK, count)
@@ -55,33 +57,35 @@ def _sum_chunk(
     if tl.min(tl.load(keys + place, mask=place < end, other=segments).to(tl.int32), 0) < segments:
         column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = column < width
-        rows += column.to(tl.int64) * column_stride
-        out += column
+        source = rows + column.to(tl.int64) * column_stride
+        target = out + column
         entered = tl.where(enters, key, -1)
         fresh = first < 0
         total = tl.zeros([BLOCK_D], tl.float32)
-        for start in range(first, end, AHEAD):
-            row_keys, addends = (key,), ()
+        for start in range(0, end - first, AHEAD):
+            row_keys, addends, factors = (key,), (), ()
             for step in tl.static_range(AHEAD):  # every load before the first store, which no load may pass
-                position = start + step
                 real = row_keys[step] < segments
-                row = position
+                position = first + (start + step)
+                row = position.to(tl.uint32)
                 if index is not None:
-                    row = (tl.load(index + position, mask=real, other=0).to(tl.uint32) // GROUP).to(tl.int32)
-                addend = tl.load(rows + row.to(tl.int64) * row_stride, mask=inside & real, other=0).to(tl.float32)
-                if scale is not None:
-                    addend *= tl.load(scale + row, mask=real, other=0)
+                    row = tl.load(index + position, mask=real, other=0).to(tl.uint32) // GROUP
+                # What is not loaded is never used: the next real position has another key and starts afresh.
+                addend = tl.load(source + row.to(tl.uint64) * row_stride, mask=inside & real)
+                factor = 1.0 if scale is None else tl.load(scale + row, mask=real)
                 following = tl.load(keys + position + 1, mask=position + 1 < count, other=segments).to(tl.int32)
-                row_keys, addends = row_keys + (following,), addends + (addend,)
+                row_keys, addends, factors = row_keys + (following,), addends + (addend,), factors + (factor,)
             for step in tl.static_range(AHEAD):
                 key = row_keys[step]
-                total = addends[step] + tl.where(fresh, 0.0, total)
+                total = addends[step].to(tl.float32) * factors[step] + tl.where(fresh, 0.0, total)
                 fresh = row_keys[step + 1] != key
-                row = tl.where(key == entered, carry, key)
-                tl.store(out + row.to(tl.int64) * width, total, mask=inside & fresh & (key < segments))
+                if fresh & (key < segments):
+                    tl.store(target + tl.where(key == entered, carry, key).to(tl.int64) * width, total, mask=inside)
             key = row_keys[AHEAD]
-        tl.store(out + tl.where(through, carry, carry + 1).to(tl.int64) * width, total, mask=inside & leaves)
-        tl.store(out + (carry + 1).to(tl.int64) * width, tl.zeros([BLOCK_D], tl.float32), mask=inside & through)
+        if leaves:
+            tl.store(target + tl.where(through, carry, carry + 1).to(tl.int64) * width, total, mask=inside)
+        if through:
+            tl.store(target + (carry + 1).to(tl.int64) * width, tl.zeros([BLOCK_D], tl.float32), mask=inside)
 
 
 def segmented_sum(
@@ -127,15 +131,13 @@ def segmented_sum(
 
 
 def _tile_width(rows: torch.Tensor) -> int:
-    """Columns of one warp that reads 16 bytes a lane."""
+    """Columns of one warp: 8 a lane, so that the work which is the same for every lane is done once for many columns."""
     widest = triton.next_power_of_2(max(rows.shape[1], 16))
-    return widest if target_of(rows) == INTERPRETER else min(widest, 512 // rows.element_size())
+    return widest if target_of(rows) == INTERPRETER else min(widest, 256)
 
 
 @triton.jit
-def _sum_column(
-    rows, out, count, chunk, width, row_stride, column_stride, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _sum_column(rows, out, count, chunk, width, row_stride, column_stride, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program adds ``chunk`` rows, for one tile of columns."""
     first = tl.program_id(0) * chunk
     end = tl.minimum(first + chunk, count)
@@ -145,7 +147,8 @@ def _sum_column(
     total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for start in range(first, end, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        total += tl.load(rows + row.to(tl.int64)[:, None] * row_stride, mask=(row < end)[:, None] & inside[None, :], other=0).to(tl.float32)
+        here = rows + row.to(tl.int64)[:, None] * row_stride
+        total += tl.load(here, mask=(row < end)[:, None] & inside[None, :], other=0).to(tl.float32)
     tl.store(out + tl.program_id(0).to(tl.int64) * width + column, tl.sum(total, 0), mask=inside)
 
 

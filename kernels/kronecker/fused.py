@@ -21,7 +21,7 @@ def embed(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, w
     out = torch.empty(flat.numel(), width, dtype=weight.dtype, device=weight.device)
     if out.numel():
         config = _embed_config(weight)
-        grid = triton.cdiv(flat.numel(), config["ROUNDS"] * config["BLOCK_T"]), triton.cdiv(width, config["BLOCK_D"])
+        grid = triton.cdiv(flat.numel(), config["ROUNDS"]), triton.cdiv(width, config["BLOCK_D"])
         tensors = flat, token_bytes, lengths, weight, column_sum(weight), out
         strides = *flat.stride(), *token_bytes.stride(), *lengths.stride(), *weight.stride()
         launch(kernels.embed_tokens, grid, *tensors, flat.numel(), vocabulary, width, *strides, num_warps=1, P=positions, **config)
@@ -31,9 +31,8 @@ def embed(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, w
 def _embed_config(weight: torch.Tensor) -> dict[str, int]:
     """One warp reads 16 bytes a lane of one token's rows: no lane waits for a longer token, and each row is one coalesced read."""
     widest = triton.next_power_of_2(max(weight.shape[1], 16))
-    if target_of(weight) == INTERPRETER:
-        return {"ROUNDS": 1, "AHEAD": 2, "BLOCK_T": 128, "BLOCK_D": widest}
-    return {"ROUNDS": 8, "AHEAD": 4, "BLOCK_T": 1, "BLOCK_D": min(widest, 512 // weight.element_size())}
+    block = widest if target_of(weight) == INTERPRETER else min(widest, 512 // weight.element_size())
+    return {"ROUNDS": 8, "AHEAD": 4, "BLOCK_D": block}
 
 
 def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
