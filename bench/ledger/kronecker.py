@@ -44,7 +44,7 @@ def text_figures(positions: int, tokens: int = 32768, vocabulary: int = 50257) -
     return Text(round(float(mean), 2), round(float(groups), 2), len(distinct), len(used), int(torch.bincount(used).max()))
 
 
-TEXT = {16: Text(4.55, 0.76, 10754, 64239, 7183), 32: Text(4.55, 0.76, 10754, 64239, 7183)}
+TEXT = {16: Text(4.55, 0.76, 10754, 64239, 7183), 32: Text(4.55, 0.76, 10754, 64241, 7186)}
 
 
 def meta(case_shape: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
