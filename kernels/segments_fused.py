@@ -2,7 +2,7 @@
 
 ``segmented_sum`` adds rows by key. The sorted positions are cut into fixed chunks; one program adds a chunk from first to last and
 writes every segment that lies inside it. A segment that crosses a chunk border leaves its part in a carry row (at most two a
-chunk), and the carry rows are the same problem 2 / CHUNK as large, so the function is applied to them until one chunk is left. A key
+chunk), and the carry rows are the same problem 2 / CHUNK as large: the function is applied to them until one chunk is left. A key
 that holds all N positions costs log(N) short launches instead of one worker that adds N rows, no addend passes through more than
 CHUNK additions a level (long fp32 chains lose digits), and results do not depend on scheduling.
 
@@ -22,7 +22,7 @@ _AHEAD = 8  # rows whose loads are in flight at once
 
 @inline
 def widened(x):
-    """Floating ``x`` in fp32. For bf16 by shifting its bits: the compiler turns that into one instruction a value instead of 1.5."""
+    """Floating ``x`` in fp32. For bf16 by shifting its bits: that compiles to one instruction a value instead of 1.5."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)

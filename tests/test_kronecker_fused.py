@@ -1,5 +1,7 @@
 """The fused Kronecker op: the shared contract, the closed form at every length, the codec, hot rows, and strange inputs."""
 
+import os
+
 import pytest
 import torch
 from fused_contract import DEVICE, FusedContract
@@ -12,6 +14,8 @@ from kernels.kronecker import fused, kronecker_codec, kronecker_embedding
 from kernels.kronecker import op as registered
 from kernels.kronecker.fused_kernels import embed_tokens
 from kernels.launch import launch
+
+ONE_STEP = 2**-7  # of bf16: Triton's interpreter cuts fp32 to bf16 where a GPU rounds
 
 
 class TestContract(FusedContract):
@@ -31,13 +35,14 @@ class TestContract(FusedContract):
             (registered.kronecker_codec, (ids, *constants, True, torch.float32, "fused")),
         ]
 
-    def test_ids_that_all_name_one_token_add_up_to_the_last_digit(self):
-        constants, weight = self.constants(), self.weight()
-        ids, upstream = torch.full((3000,), 3, device=DEVICE), self.upstream(3000).abs()
-        for dtype in (torch.float32, torch.bfloat16):
-            narrow = weight.detach().to(dtype).requires_grad_()
-            ours = self.both(ids, constants, narrow, upstream.to(dtype))
-            self.assert_accurate(ours, ids, constants, narrow, upstream.to(dtype))
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_ids_that_all_name_one_token_keep_their_digits(self, dtype):
+        constants, ids = self.constants(), torch.full((1000,), 3, device=DEVICE)
+        grad = self.upstream(1000).abs().to(dtype)
+        ours = fused.weight_gradient(grad, ids, *constants)
+        codec = kronecker_codec(ids[:1], *constants, dtype=torch.float64, impl="naive")[0]
+        exact = codec.unsqueeze(1) * grad.double().sum(0)
+        assert relative_error(ours, exact) < {torch.float32: 5e-7, torch.bfloat16: ONE_STEP}[dtype]
 
 
 def on_device(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -75,8 +80,8 @@ def test_codec_equals_naive(normalize, dtype):
         ours = kronecker_codec(*inputs, normalize=normalize, dtype=dtype, impl="fused").cpu()
         check()
     assert ours.dtype == dtype and ours.shape == naive.shape
-    if normalize:
-        assert relative_error(ours, naive) < {torch.float32: 1e-6}.get(dtype, 1e-3)
+    if normalize or dtype == torch.bfloat16:
+        assert relative_error(ours, naive) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: ONE_STEP}[dtype]
     else:
         assert torch.equal(ours, naive)
 
@@ -123,8 +128,8 @@ def test_every_id_twice_and_none_missing():
 
 def sparse(path, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros that takes no memory until it is written."""
-    with open(path, "wb") as file:
-        file.truncate(elements * dtype.itemsize)
+    path.touch()
+    os.truncate(path, elements * dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=elements, dtype=dtype)
 
 

@@ -1,7 +1,10 @@
 """The ledger's cases of kronecker: T = 32,768 tokens of text, V = 50,257, d = 768, P = 16 and 32 byte positions.
 
-What text does to the work (how long tokens are, how many repeat, how many share a row) is measured on the benchmark's synthetic text
-by ``text_figures`` and written down as TEXT: ``python -c "from bench.ledger.kronecker import text_figures; print(text_figures(16))"``.
+What text does to the work (how long tokens are, how many repeat, how many share a row) is measured on the benchmark's synthetic
+text by ``text_figures`` and written down as TEXT:
+
+    python -c "from bench.ledger.kronecker import text_figures; print(text_figures(16))"
+
 The GPT-2 tokenizer on 32,768 tokens of the King James Bible gives less work: mean length 3.8, 2,264 distinct ids, hottest cell in
 0.73 of the tokens and 0.76 of the ids, 205 cells for 99 % of the bytes; on Python's help texts 3.4, 2,926, 0.64, 0.59 and 354.
 """

@@ -36,7 +36,7 @@ def _embed_config(weight: torch.Tensor) -> dict[str, int]:
 
 
 def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Weight gradient [256 * P, d] for the rows' gradient [*ids.shape, d], in that gradient's dtype; ids outside [0, V) are left out.
+    """Weight gradient [256 * P, d] for the rows' gradient [*ids.shape, d], in its dtype; ids outside [0, V) are left out.
 
     ``grad`` may have any strides; it is copied only where its leading dimensions cannot be seen as one (``reshape``).
     """
@@ -53,7 +53,7 @@ def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, token_bytes: torch.Te
 
 
 def _sort_ids(ids: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ids in order (V for one outside [0, V)), each one's place in ``ids``, and the rank of its value: int32, int64, int32 [T]."""
+    """The ids in order (V for one outside [0, V)), the place of each in ``ids``, and the rank of its value: int32, int64, int32."""
     keys = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     launch(kernels.known_ids, (triton.cdiv(ids.numel(), 1024),), ids, keys, ids.numel(), vocabulary, *ids.stride(), BLOCK_T=1024)
     keys, order = torch.sort(keys, stable=True)

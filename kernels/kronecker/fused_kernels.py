@@ -2,7 +2,7 @@
 
 Since c_L = -a_L * L / D exactly, both directions need only a_L and a column mean:
 
-    y = a_L * (sum_p W[b_p * P + p] - L * mean_j W[j]),    dW = S - mean_j S[j]  with  S[j] = sum of a_L g over the tokens that set j
+    y = a_L * (sum_p W[b_p * P + p] - L * mean_j W[j]),  dW = S - mean_j S[j]  with  S[j] = sum of a_L g over the tokens that set j
 """
 
 import triton
@@ -82,7 +82,7 @@ def embed_tokens(
     weight += column.to(tl.int64) * column_stride
     mean = tl.load(weight_sum + column, mask=inside, other=0) * (1.0 / (256 * P))
     first = tl.program_id(0).to(tl.int64) * ROUNDS
-    for turn in range(0, tl.minimum(ROUNDS, tokens - first).to(tl.int32)):
+    for turn in range(tl.minimum(ROUNDS, tokens - first).to(tl.int32)):
         place = first + turn
         known, token = _known(tl.load(ids + place * ids_stride), vocabulary)
         length = tl.where(known, _length(lengths, token, length_stride, P), 0)
@@ -127,7 +127,7 @@ def list_cells(
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """One program takes BLOCK_T sorted ids. The first of each id writes the id's cells and a_L at its slot; others write nothing."""
+    """One program takes BLOCK_T sorted ids. The first of each id writes its cells and a_L at its slot, the others nothing."""
     place = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token = tl.load(ids + place, mask=place < tokens, other=vocabulary)
     before = tl.load(ids + place - 1, mask=(place > 0) & (place < tokens), other=-1)
