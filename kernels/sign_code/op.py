@@ -30,9 +30,7 @@ def _(ids, codes, weight, impl):
 
 
 @torch.library.custom_op("tablefree::sign_code_embedding_backward", mutates_args=())
-def sign_code_embedding_backward(
-    grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, bits: int, impl: str
-) -> torch.Tensor:
+def sign_code_embedding_backward(grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, bits: int, impl: str) -> torch.Tensor:
     """Weight gradient [bits, d] for the rows' gradient [*ids.shape, d], in that gradient's dtype."""
     return _implementation(impl).weight_gradient(grad, ids, codes, bits)
 
