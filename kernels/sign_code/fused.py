@@ -39,45 +39,82 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The launch configuration of a target: tiles by 16- or 32-bit dtype, and the programs that run at once."""
+    """The launch configuration of a target: tiles by the dtype's bytes, and the programs that run at once.
+
+    stationary  whether the weight stays in shared memory in the forward
+    rows        most rows of the weight gradient that one program sums
+    unroll      whether a loop over slices is unrolled; sm_100 would give each product of an unrolled loop tensor memory of its own
+    """
 
     lift: dict[int, _Tile]
-    long: dict[int, _Tile]
     products: dict[int, _Tile]
+    long: dict[int, _Tile]
     lift_programs: int
     product_programs: int
     stationary: bool = True
     rows: int = _LONGEST
+    unroll: bool = True
 
 
-def _same(columns: int, **options: int) -> dict[int, _Tile]:
-    return {2: _Tile(columns, **options), 4: _Tile(columns, **options)}
-
-
-_PLANS = {
-    "sm_90": _Plan(
-        lift={2: _Tile(64, 128), 4: _Tile(32, 64, num_warps=4)},
-        long={2: _Tile(64, 128, num_stages=2), 4: _Tile(32, 128, num_stages=2)},
-        products=_same(64),
-        lift_programs=264,
-        product_programs=132,
-    ),
-    INTERPRETER: _Plan(
-        lift=_same(64, tokens=128), long=_same(64, tokens=128), products=_same(64), lift_programs=2, product_programs=2
-    ),
-}
+_HOPPER = _Plan(
+    lift={2: _Tile(64, 128), 4: _Tile(32, 64, num_warps=4)},
+    products={2: _Tile(64), 4: _Tile(64, num_stages=2)},
+    long={2: _Tile(64, 128, num_stages=2), 4: _Tile(32, 128, num_stages=2)},
+    lift_programs=264,
+    product_programs=132,
+)
+_BLACKWELL = _Plan(
+    lift={},
+    products={2: _Tile(64), 4: _Tile(64)},
+    long={2: _Tile(128, 128), 4: _Tile(128, 128)},
+    lift_programs=0,
+    product_programs=148,
+    stationary=False,
+    rows=256,
+    unroll=False,
+)
+_AMPERE = _Plan(
+    lift={2: _Tile(64, 128), 4: _Tile(32, 128)},
+    products={2: _Tile(32, num_stages=2), 4: _Tile(32, num_stages=2)},
+    long={2: _Tile(64, 128, num_stages=2), 4: _Tile(32, 128, num_stages=2)},
+    lift_programs=108,
+    product_programs=108,
+)
+_SMALL = _Plan(  # the least shared memory of NVIDIA's chips, 99 KB: sm_86, sm_89, sm_120
+    lift={2: _Tile(32, 128, num_stages=2), 4: _Tile(16, 128, num_stages=2)},
+    products={2: _Tile(32, num_stages=2), 4: _Tile(32, num_stages=2)},
+    long={2: _Tile(32, 128, num_stages=2), 4: _Tile(16, 128, num_stages=2)},
+    lift_programs=284,
+    product_programs=142,
+)
+_AMD = _Plan(
+    lift={},
+    products={2: _Tile(32, num_stages=2), 4: _Tile(32, num_stages=2)},
+    long={2: _Tile(64, 256, num_stages=2), 4: _Tile(64, 128, num_stages=1)},
+    lift_programs=0,
+    product_programs=304,
+    stationary=False,
+)
+_INTERPRETED = _Plan(  # costs are per program and per operation, not per element
+    lift={2: _Tile(64, 128), 4: _Tile(64, 128)},
+    products={2: _Tile(64), 4: _Tile(64)},
+    long={2: _Tile(64, 128), 4: _Tile(64, 128)},
+    lift_programs=2,
+    product_programs=2,
+)
+_PLANS = {INTERPRETER: _INTERPRETED, "sm_80": _AMPERE, "sm_87": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL}
 
 
 def _plan(target: str) -> _Plan:
-    return _PLANS[target]
+    return _PLANS.get(target, _SMALL if target.startswith("sm_") else _AMD)
 
 
 def _operand(tensor: torch.Tensor, target: str) -> dict[str, Any]:
     """Constants of the kernels that follow from the dtype: the matrix instruction's type and whether values are split for it."""
-    wide = tensor.dtype == torch.float32
     half = tl.float16 if tensor.dtype == torch.float16 else tl.bfloat16
     operand = tl.float32 if target == INTERPRETER else half  # the interpreter's bf16 arithmetic is wrong
-    return {"OPERAND": operand, "SPLIT": wide, "PTX": target.startswith("sm_")}
+    ptx = target.startswith("sm_") and _plan(target).unroll  # PTX needs the bit as a constant
+    return {"OPERAND": operand, "SPLIT": tensor.dtype == torch.float32, "PTX": ptx}
 
 
 def _halves(codes: torch.Tensor) -> tuple[torch.Tensor, int, int, bool]:
@@ -103,6 +140,7 @@ def embed(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor) -> torch
     tile = (plan.lift if stationary else plan.long)[weight.element_size()]
     tiles, columns = triton.cdiv(flat.numel(), tile.tokens), triton.cdiv(width, tile.columns)
     arguments = [flat, halves, weight, out, flat.numel(), codes.shape[0], width]
+    extra = {} if stationary else {"UNROLL": plan.unroll}
     if stationary:
         grid, arguments = (min(tiles, max(1, plan.lift_programs // max(1, columns))), columns), [*arguments, tiles]
     else:
@@ -123,6 +161,7 @@ def embed(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor) -> torch
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **_operand(weight, target),
+        **extra,
     )
     return out.view(*ids.shape, width)
 
@@ -154,6 +193,7 @@ def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, 
         BLOCK_D=tile.columns,
         DEPTH=depth,
         SLICES=_SLICES,
+        UNROLL=plan.unroll,
         WGMMA=target == "sm_90",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

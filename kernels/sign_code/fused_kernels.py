@@ -10,14 +10,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _signs(words, BIT: tl.constexpr, OPERAND: tl.constexpr, PTX: tl.constexpr):
-    """-1 / +1 in ``OPERAND`` (bf16 or fp16; fp32 in the interpreter) from bit ``BIT`` of each int16 word.
+def _signs(words, bit, OPERAND: tl.constexpr, PTX: tl.constexpr):
+    """-1 / +1 in ``OPERAND`` (bf16 or fp16; fp32 in the interpreter) from bit ``bit`` of each int16 word.
 
     The PTX has one operand and its shift is part of the text because only such an operation lets Triton move the change to the matrix
     instruction's register layout ahead of it: the words are rearranged once and not every slice.
     """
     if PTX:
-        SHIFT: tl.constexpr = "{ .reg .b32 t; shl.b32 t, $1, %d; " % (15 - BIT)
+        SHIFT: tl.constexpr = "{ .reg .b32 t; shl.b32 t, $1, %d; " % (15 - bit)
         if OPERAND == tl.float16:
             HALF: tl.constexpr = SHIFT + "lop3.b32 $0, t, 0x80008000, 0xBC00BC00, 0x6A; }"  # 0x6A: (t & 0x80008000) ^ pattern
             return tl.inline_asm_elementwise(HALF, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
@@ -26,7 +26,7 @@ def _signs(words, BIT: tl.constexpr, OPERAND: tl.constexpr, PTX: tl.constexpr):
             return tl.inline_asm_elementwise(BRAIN, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         MINUS_ONE: tl.constexpr = -0x4400 if OPERAND == tl.float16 else -0x4080  # 0xBC00, 0xBF80
-        signs = (((words << (15 - BIT)) & -0x8000) ^ MINUS_ONE).to(tl.int16)
+        signs = (((words << (15 - bit)) & -0x8000) ^ MINUS_ONE).to(tl.int16)
         if OPERAND == tl.float32:
             return (signs.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         else:
@@ -52,6 +52,14 @@ def _parts(x, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
         return (rest - middle).to(OPERAND), middle.to(OPERAND), high.to(OPERAND)
     else:
         return (x.to(OPERAND),)
+
+
+@triton.jit
+def _multiply(code, parts, sums, SPLIT: tl.constexpr):
+    """``sums`` plus the product of a slice's codes with its right operands."""
+    for part in tl.static_range(3 if SPLIT else 1):
+        sums = tl.dot(code, parts[part], sums)
+    return sums
 
 
 @triton.jit
@@ -119,9 +127,7 @@ def lift_rows(
         words = _words(codes, row[:, None], word[None, :], code_stride, word_stride, COUNT, COUNT == WORDS, CONTIGUOUS)
         sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for bit in tl.static_range(16):
-            code = _signs(words, bit, OPERAND, PTX)
-            for part in tl.static_range(PARTS):
-                sums = tl.dot(code, staged[PARTS * bit + part], sums)
+            sums = _multiply(_signs(words, bit, OPERAND, PTX), staged[PARTS * bit : PARTS * bit + PARTS], sums, SPLIT)
         _store_rows(out, sums, token, column, valid, tokens, width)
 
 
@@ -130,7 +136,7 @@ def lift_rows_of_long_codes(
     ids, codes, weight, out, tokens, vocabulary, width,
     id_stride, code_stride, word_stride, weight_row, weight_column,
     K: tl.constexpr, WORDS: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    OPERAND: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr,
+    OPERAND: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, UNROLL: tl.constexpr,
 ):
     """One tile of ``BLOCK_T`` tokens and ``BLOCK_D`` columns for any K, in pieces of 16 * WORDS codes; the weight is read per tile."""
     COUNT: tl.constexpr = 2 * ((K + 31) // 32)
@@ -138,14 +144,19 @@ def lift_rows_of_long_codes(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     row, valid = _row(ids, token, tokens, id_stride, vocabulary)
     sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for first in range(0, COUNT, WORDS):
-        word = first + tl.arange(0, WORDS)
-        words = _words(codes, row[:, None], word[None, :], code_stride, word_stride, COUNT, COUNT % WORDS == 0, CONTIGUOUS)
-        for bit in tl.static_range(16):
-            code = _signs(words, bit, OPERAND, PTX)
-            parts = _weight_slice(weight, 16 * word + bit, column, width, weight_row, weight_column, K, OPERAND, SPLIT)
-            for part in tl.static_range(3 if SPLIT else 1):
-                sums = tl.dot(code, parts[part], sums)
+    if UNROLL:
+        for first in range(0, COUNT, WORDS):
+            word = first + tl.arange(0, WORDS)
+            words = _words(codes, row[:, None], word[None, :], code_stride, word_stride, COUNT, COUNT % WORDS == 0, CONTIGUOUS)
+            for bit in tl.static_range(16):
+                parts = _weight_slice(weight, 16 * word + bit, column, width, weight_row, weight_column, K, OPERAND, SPLIT)
+                sums = _multiply(_signs(words, bit, OPERAND, PTX), parts, sums, SPLIT)
+    else:
+        for step in range(0, 16 * tl.cdiv(COUNT, WORDS)):
+            word = step // 16 * WORDS + tl.arange(0, WORDS)
+            words = _words(codes, row[:, None], word[None, :], code_stride, word_stride, COUNT, COUNT % WORDS == 0, CONTIGUOUS)
+            parts = _weight_slice(weight, 16 * word + step % 16, column, width, weight_row, weight_column, K, OPERAND, SPLIT)
+            sums = _multiply(_signs(words, step % 16, OPERAND, PTX), parts, sums, SPLIT)
     _store_rows(out, sums, token, column, valid, tokens, width)
 
 
@@ -180,10 +191,17 @@ def transpose_codes(
 
 
 @triton.jit
+def _gradient_slice(grad, token, column, alive, width, row_stride, column_stride, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
+    """Right operands of one slice: the gradient of those tokens, zero for tokens that are not alive and past its edges."""
+    place = token[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
+    return _parts(tl.load(grad + place, mask=(alive != 0)[:, None] & (column < width)[None, :], other=0), OPERAND, SPLIT)
+
+
+@triton.jit
 def sum_products(
     grad, planes, live, partial, width, tiles, padded, grad_row, grad_column,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr,
-    OPERAND: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, WGMMA: tl.constexpr,
+    OPERAND: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, UNROLL: tl.constexpr, WGMMA: tl.constexpr,
 ):
     """codes^T grad over every num_programs(0)-th tile of tokens: ``BLOCK_K`` rows and ``BLOCK_D`` columns of partial[program].
 
@@ -197,14 +215,16 @@ def sum_products(
         start = _wide(tile)
         words = tl.load(planes + (start * padded + row[:, None]) * DEPTH + lane[None, :])
         alive = tl.load(live + start * DEPTH + lane)
-        for s in tl.static_range(SLICES):
-            token = (start * SLICES + s) * DEPTH + lane
-            place = token[:, None] * grad_row + column.to(tl.int64)[None, :] * grad_column
-            mask = (((alive >> s) & 1) != 0)[:, None] & (column < width)[None, :]
-            parts = _parts(tl.load(grad + place, mask=mask, other=0), OPERAND, SPLIT)
-            code = _signs(words, s, OPERAND, PTX)
-            for part in tl.static_range(3 if SPLIT else 1):
-                sums = tl.dot(code, parts[part], sums)
+        if UNROLL:
+            for s in tl.static_range(SLICES):
+                token = (start * SLICES + s) * DEPTH + lane
+                parts = _gradient_slice(grad, token, column, (alive >> s) & 1, width, grad_row, grad_column, OPERAND, SPLIT)
+                sums = _multiply(_signs(words, s, OPERAND, PTX), parts, sums, SPLIT)
+        else:
+            for s in range(SLICES):
+                token = (start * SLICES + s) * DEPTH + lane
+                parts = _gradient_slice(grad, token, column, (alive >> s) & 1, width, grad_row, grad_column, OPERAND, SPLIT)
+                sums = _multiply(_signs(words, s, OPERAND, PTX), parts, sums, SPLIT)
         if WGMMA:
             # Use the sums inside the loop, at the price of no instruction: else the last product is still running when the next
             # round overwrites its left operand, and ptxas (12.8) then waits after every single matrix instruction.
