@@ -22,8 +22,17 @@ def cases(dtype: str) -> list[Case]:
     read, rows, weight = tokens * (8 + bits // 8), tokens * width * size, bits * width * size
     unpacked = tokens * bits * size
     parts = 3 if dtype == "fp32" else 1  # fp32 products are three exact bf16 products
-    eager = (Pass("codes gathered and unpacked", read + unpacked, launches=8), Pass("product", unpacked + rows + weight, FLOPS * parts))
-    shared = {"dtype": dtype, "shape": SHAPE, "bound": Bound(read + rows + weight, FLOPS * parts), "matrix": True, "baselines": {"eager": eager}}
+    eager = (
+        Pass("codes gathered and unpacked", read + unpacked, launches=8),
+        Pass("product", unpacked + rows + weight, FLOPS * parts),
+    )
+    shared = {
+        "dtype": dtype,
+        "shape": SHAPE,
+        "bound": Bound(read + rows + weight, FLOPS * parts),
+        "matrix": True,
+        "baselines": {"eager": eager},
+    }
     shares = {"sm_90": 0.6}
     return [
         Case("paper", FORWARD, run=lambda: fused.embed(ids, codes, meta(bits, width)), shares=shares, **shared),
@@ -74,7 +83,7 @@ def in_pieces(launch: Launch, case: Case) -> Work:
 
 def transposed(launch: Launch, case: Case) -> Work:
     a = launch.arguments
-    codes = a["tokens"] * (8 + a["K"] // 8)
+    codes = a["tokens"] * (8 + 4 * a["COUNT"])
     return Work(hbm_read=codes, hbm_write=2 * a["planes"].numel(), l2_read=codes, chain=Chain(hbm=2))
 
 

@@ -4,9 +4,9 @@ Forward: a program keeps some columns of the weight in shared memory and multipl
 is read once per program. Codes longer than 512 bits, and AMD's matrix instructions (their operands are registers only), take the
 weight in pieces per tile.
 
-Backward, codes^T g: the tokens are the depth, so ``transpose_codes`` first writes the bits of the tokens at hand with the tokens along
-the words (T * K / 8 bytes); then each program sums all K rows of some columns over its share of the tokens in registers, which reads g
-once, and ``reduce_splits`` adds the shares in fixed order. Shares are a function of shape and target, so results never vary.
+Backward, codes^T g: the tokens are the depth, so ``transpose_codes`` first writes the bits of the tokens at hand with the tokens
+along the words (T * K / 8 bytes); then each program sums all K rows of some columns over its share of the tokens in registers,
+which reads g once, and ``reduce_splits`` adds the shares in fixed order. Shares are a function of shape and target: results never vary.
 
 fp32 weights and gradients are split into three bf16 parts whose sum is exact; codes are +-1, so every product is exact and only the
 fp32 additions round. An infinity or NaN gives the infinity or NaN that plain PyTorch gives.
@@ -102,7 +102,14 @@ _INTERPRETED = _Plan(  # costs are per program and per operation, not per elemen
     lift_programs=2,
     product_programs=2,
 )
-_PLANS = {INTERPRETER: _INTERPRETED, "sm_80": _AMPERE, "sm_87": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL}
+_PLANS = {
+    INTERPRETER: _INTERPRETED,
+    "sm_80": _AMPERE,
+    "sm_87": _AMPERE,
+    "sm_90": _HOPPER,
+    "sm_100": _BLACKWELL,
+    "sm_103": _BLACKWELL,
+}
 
 
 def _plan(target: str) -> _Plan:
@@ -117,11 +124,14 @@ def _operand(tensor: torch.Tensor, target: str) -> dict[str, Any]:
     return {"OPERAND": operand, "SPLIT": tensor.dtype == torch.float32, "PTX": ptx}
 
 
+def _at_least_one_row(codes: torch.Tensor) -> torch.Tensor:
+    """The codes; of an empty vocabulary, a row that the kernels read for ids outside it and then ignore."""
+    return codes if codes.shape[0] else codes.new_zeros(1, codes.shape[1])
+
+
 def _halves(codes: torch.Tensor) -> tuple[torch.Tensor, int, int, bool]:
     """The codes as int16 without a copy: tensor, strides of row and of int32 word in int16, and whether the words are adjacent."""
-    if codes.shape[0] == 0:  # every id is outside the vocabulary; the kernels read row 0 for those
-        codes = codes.new_zeros(1, codes.shape[1])
-    halves = codes.unsqueeze(-1).view(torch.int16)
+    halves = _at_least_one_row(codes).unsqueeze(-1).view(torch.int16)
     return halves, halves.stride(0), halves.stride(1), codes.stride(1) == 1
 
 
@@ -173,7 +183,7 @@ def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, 
     tile, depth = plan.products[grad.element_size()], _depth(triton.cdiv(flat.shape[0], _SLICES))
     rows = max(64, min(plan.rows, triton.next_power_of_2(bits)))
     padded = triton.cdiv(bits, rows) * rows
-    planes, live = _transposed(ids.reshape(-1), codes, bits, padded, depth)
+    planes, live = _transposed(ids.reshape(-1), codes, padded, depth)
     grid = (planes.shape[0], triton.cdiv(width, tile.columns), padded // rows)
     splits = max(1, min(grid[0], plan.product_programs // max(1, grid[1] * grid[2])))
     partial = torch.empty(splits, bits, width, dtype=torch.float32, device=grad.device)
@@ -202,34 +212,31 @@ def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, 
     return _sum_over_splits(partial, grad.dtype)
 
 
-def _transposed(
-    ids: torch.Tensor, codes: torch.Tensor, bits: int, padded: int, depth: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _transposed(ids: torch.Tensor, codes: torch.Tensor, padded: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
     """planes and live of ``transpose_codes``: int16 [tiles, padded, depth] and [tiles, depth]."""
-    halves, row, word, contiguous = _halves(codes)
+    vocabulary = codes.shape[0]
+    codes = _at_least_one_row(codes)
     tiles = triton.cdiv(ids.numel(), _SLICES * depth)
     planes = torch.empty(tiles, padded, depth, dtype=torch.int16, device=codes.device)
     live = torch.empty(tiles, depth, dtype=torch.int16, device=codes.device)
-    block = 32 if target_of(codes) == INTERPRETER else 8
+    block = 16 if target_of(codes) == INTERPRETER else 4
     launch(
         kernels.transpose_codes,
-        (tiles, triton.cdiv(padded, 16 * block)),
+        (tiles, triton.cdiv(padded, 32 * block)),
         ids,
-        halves,
+        codes,
         planes,
         live,
         ids.numel(),
-        codes.shape[0],
+        vocabulary,
         padded,
         ids.stride(0),
-        row,
-        word,
-        K=bits,
+        *codes.stride(),
+        COUNT=codes.shape[1],
         DEPTH=depth,
         SLICES=_SLICES,
-        CONTIGUOUS=contiguous,
         BLOCK_W=block,
-        num_warps=4,
+        num_warps=1,
     )
     return planes, live
 

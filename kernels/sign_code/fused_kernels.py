@@ -1,9 +1,13 @@
 """The Triton kernels of the fused implementation; ``fused`` says how they fit together and launches them.
 
-Codes stay packed until a register holds them. Slice b of some int16 words is bit b of each, turned into -1.0 or +1.0 of the operand's
-16-bit format by moving it to the sign place: ((word << (15 - b)) & 0x8000) ^ pattern of -1.0, two codes per instruction. A slice is the
-left operand of a matrix instruction of depth = words; slices are unpacked one after the other, so no unpacked code is ever stored.
+Codes stay packed until a register holds them. Slice b of some int16 words is bit b of each, turned into -1.0 or +1.0 of the
+operand's 16-bit format by moving it to the sign place: ((word << (15 - b)) & 0x8000) ^ pattern of -1.0, two codes per instruction.
+A slice is the left operand of a matrix instruction whose depth is the number of words; slices are unpacked one after the other, so
+no unpacked code is ever stored.
 """
+
+# Triton compiles what follows a return of a branch it does not take, and compares constexprs from the left.
+# ruff: noqa: RET505, SIM108, SIM300, UP031
 
 import triton
 import triton.language as tl
@@ -13,8 +17,8 @@ import triton.language as tl
 def _signs(words, bit, OPERAND: tl.constexpr, PTX: tl.constexpr):
     """-1 / +1 in ``OPERAND`` (bf16 or fp16; fp32 in the interpreter) from bit ``bit`` of each int16 word.
 
-    The PTX has one operand and its shift is part of the text because only such an operation lets Triton move the change to the matrix
-    instruction's register layout ahead of it: the words are rearranged once and not every slice.
+    The PTX has one operand and its shift is part of the text because only such an operation lets Triton move the change to the
+    matrix instruction's register layout ahead of it: the words are rearranged once and not every slice.
     """
     if PTX:
         SHIFT: tl.constexpr = "{ .reg .b32 t; shl.b32 t, $1, %d; " % (15 - bit)
@@ -90,7 +94,9 @@ def _words(codes, row, word, code_stride, word_stride, COUNT: tl.constexpr, FULL
 
 
 @triton.jit
-def _weight_slice(weight, row, column, width, row_stride, column_stride, K: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
+def _weight_slice(
+    weight, row, column, width, row_stride, column_stride, K: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr
+):
     """Right operands of one slice: those rows of the weight, zero past its edges."""
     place = row.to(tl.int64)[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
     return _parts(tl.load(weight + place, mask=(row < K)[:, None] & (column < width)[None, :], other=0), OPERAND, SPLIT)
@@ -105,10 +111,27 @@ def _store_rows(out, sums, token, column, valid, tokens, width):
 
 @triton.jit
 def lift_rows(
-    ids, codes, weight, out, tokens, vocabulary, width, tiles,
-    id_stride, code_stride, word_stride, weight_row, weight_column,
-    K: tl.constexpr, WORDS: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    OPERAND: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr,
+    ids,
+    codes,
+    weight,
+    out,
+    tokens,
+    vocabulary,
+    width,
+    tiles,
+    id_stride,
+    code_stride,
+    word_stride,
+    weight_row,
+    weight_column,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Rows of ``BLOCK_D`` columns for every num_programs(0)-th tile of ``BLOCK_T`` tokens; K <= 16 * WORDS.
 
@@ -133,12 +156,29 @@ def lift_rows(
 
 @triton.jit
 def lift_rows_of_long_codes(
-    ids, codes, weight, out, tokens, vocabulary, width,
-    id_stride, code_stride, word_stride, weight_row, weight_column,
-    K: tl.constexpr, WORDS: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    OPERAND: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, UNROLL: tl.constexpr,
+    ids,
+    codes,
+    weight,
+    out,
+    tokens,
+    vocabulary,
+    width,
+    id_stride,
+    code_stride,
+    word_stride,
+    weight_row,
+    weight_column,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """One tile of ``BLOCK_T`` tokens and ``BLOCK_D`` columns for any K, in pieces of 16 * WORDS codes; the weight is read per tile."""
+    """One tile of ``BLOCK_T`` tokens and ``BLOCK_D`` columns for any K, in pieces of 16 * WORDS codes; reads the weight too."""
     COUNT: tl.constexpr = 2 * ((K + 31) // 32)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -152,7 +192,7 @@ def lift_rows_of_long_codes(
                 parts = _weight_slice(weight, 16 * word + bit, column, width, weight_row, weight_column, K, OPERAND, SPLIT)
                 sums = _multiply(_signs(words, bit, OPERAND, PTX), parts, sums, SPLIT)
     else:
-        for step in range(0, 16 * tl.cdiv(COUNT, WORDS)):
+        for step in range(16 * tl.cdiv(COUNT, WORDS)):
             word = step // 16 * WORDS + tl.arange(0, WORDS)
             words = _words(codes, row[:, None], word[None, :], code_stride, word_stride, COUNT, COUNT % WORDS == 0, CONTIGUOUS)
             parts = _weight_slice(weight, 16 * word + step % 16, column, width, weight_row, weight_column, K, OPERAND, SPLIT)
@@ -162,15 +202,26 @@ def lift_rows_of_long_codes(
 
 @triton.jit
 def transpose_codes(
-    ids, codes, planes, live, tokens, vocabulary, padded, id_stride, code_stride, word_stride,
-    K: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK_W: tl.constexpr,
+    ids,
+    codes,
+    planes,
+    live,
+    tokens,
+    vocabulary,
+    padded,
+    id_stride,
+    code_stride,
+    word_stride,
+    COUNT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    """For one tile of SLICES * DEPTH tokens and ``BLOCK_W`` words of the codes: the same bits with the tokens along the words.
+    """For one tile of SLICES * DEPTH tokens and ``BLOCK_W`` of the COUNT int32 words: the same bits, the tokens along the words.
 
     planes int16 [tiles, padded, DEPTH]: bit s of planes[i, k, t] is code k of token (i * SLICES + s) * DEPTH + t. ``live`` int16
-    [tiles, DEPTH] says in the same way which tokens exist and have a row of codes.
+    [tiles, DEPTH] says in the same way which tokens exist and have a row of codes. Bits b and b + 16 of a word move together.
     """
-    COUNT: tl.constexpr = 2 * ((K + 31) // 32)
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, DEPTH)
     word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -179,14 +230,16 @@ def transpose_codes(
     for s in tl.static_range(SLICES):
         row, valid = _row(ids, (tile * SLICES + s) * DEPTH + lane, tokens, id_stride, vocabulary)
         alive |= valid.to(tl.int32) << s
-        words = _words(codes, row[None, :], word[:, None], code_stride, word_stride, COUNT, COUNT % BLOCK_W == 0, CONTIGUOUS)
-        packed = packed + (words.to(tl.int32),)
+        place = row[None, :] * code_stride + word.to(tl.int64)[:, None] * word_stride
+        packed = packed + (tl.load(codes + place, mask=(word < COUNT)[:, None], other=0),)
     for bit in tl.static_range(16):
         plane = tl.zeros((BLOCK_W, DEPTH), tl.int32)
         for s in tl.static_range(SLICES):
-            plane |= ((packed[s] >> bit) & 1) << s
-        place = (tile * padded + 16 * word[:, None] + bit) * DEPTH + lane[None, :]
-        tl.store(planes + place, plane.to(tl.int16), mask=16 * word[:, None] + bit < padded)
+            plane |= ((packed[s] >> bit) & 0x10001) << s
+        for half in tl.static_range(2):
+            row = 32 * word + 16 * half + bit
+            place = (tile * padded + row[:, None]) * DEPTH + lane[None, :]
+            tl.store(planes + place, (plane >> (16 * half)).to(tl.int16), mask=(row < padded)[:, None])
     tl.store(live + tile * DEPTH + lane, alive.to(tl.int16), mask=lane + DEPTH * tl.program_id(1) < DEPTH)
 
 
@@ -199,9 +252,25 @@ def _gradient_slice(grad, token, column, alive, width, row_stride, column_stride
 
 @triton.jit
 def sum_products(
-    grad, planes, live, partial, width, tiles, padded, grad_row, grad_column,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr,
-    OPERAND: tl.constexpr, SPLIT: tl.constexpr, PTX: tl.constexpr, UNROLL: tl.constexpr, WGMMA: tl.constexpr,
+    grad,
+    planes,
+    live,
+    partial,
+    width,
+    tiles,
+    padded,
+    grad_row,
+    grad_column,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WGMMA: tl.constexpr,
 ):
     """codes^T grad over every num_programs(0)-th tile of tokens: ``BLOCK_K`` rows and ``BLOCK_D`` columns of partial[program].
 
