@@ -53,8 +53,10 @@ def proc_bytes(path: Path, field: str) -> int:
     raise OSError(f"{path} has no field {field}")
 
 
-def available_bytes() -> int | None:
-    """Memory that the machine can still give without swapping; None where it does not say (not Linux)."""
+def available_bytes(device: str) -> int | None:
+    """Memory that ``device`` can still give (a CPU without swapping); None where it does not say (not Linux)."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
     return proc_bytes(MEMINFO, "MemAvailable") if MEMINFO.exists() else None
 
 
