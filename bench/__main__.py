@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("op", metavar="OP", help=", ".join(OPS))
     what = parser.add_argument_group("what to compare")
-    what.add_argument("--impl", default="naive,eager", help="naive, eager, fused, by comma; speed-ups are over the first (%(default)s)")
+    what.add_argument("--impl", default="naive,eager", help="naive, eager, fused; speed-ups are over the first (%(default)s)")
     what.add_argument("--peers", action="store_true", help="also time the peers that are installed")
     what.add_argument("--dtype", choices=DTYPES, default="float32", help="of floating inputs (%(default)s)")
     what.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
