@@ -1,5 +1,4 @@
-"""Everything that needs a real GPU, as one run of fixed length: what is fast is timed, what is right is tested, what was modelled is
-compared with what is measured.
+"""Everything that needs a real GPU, as one run of fixed length: tests, times of every provider, modelled beside measured, training.
 
     python -m bench.gpu --budget 480            the whole run; rows, pictures and a table in runs/gpu
     python -m bench.gpu --list                  its steps and their seconds
