@@ -69,7 +69,8 @@ def copies_needed(bytes_per_call: int, device: torch.device) -> int:
 def replay(copies: Sequence[Copy], direction: str) -> Callable[[], float]:
     """A function that calls every copy once and returns the seconds of all. Raises NotCapturable on a GPU."""
     device = copies[0].gradient.device
-    run_all = capture(copies, direction) if device.type == "cuda" else lambda: call_all(copies, direction)
+    call = lambda: call_all(copies, direction)  # noqa: E731
+    run_all = graph_of(call) if device.type == "cuda" else call
     return lambda: seconds_of(run_all, device)
 
 
@@ -80,26 +81,29 @@ def call_all(copies: Sequence[Copy], direction: str) -> list[torch.Tensor]:
     return [run_once(copy.prepared, direction, copy.gradient) for copy in copies]
 
 
-def capture(copies: Sequence[Copy], direction: str) -> Callable[[], None]:
-    """One CUDA graph of a call of every copy, as a function that replays it. Raises NotCapturable."""
+def graph_of(call: Callable[[], object]) -> Callable[[], None]:
+    """``call`` captured as a CUDA graph: a function that replays it. Raises NotCapturable.
+
+    What ``call`` returns is kept, so that its outputs stay where the graph writes them.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call_all(copies, direction)  # compiles
+        call()  # compiles
         with refusing_waits():  # asked first, because a capture that fails leaves the allocator in disorder
-            call_all(copies[:1], direction)
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            outputs = call_all(copies, direction)
+            results = call()
     except RuntimeError as error:
         raise NotCapturable(f"capture failed ({first_line(error)})") from error
 
     def run() -> None:
         graph.replay()
 
-    run.keeps = (graph, outputs, copies)  # what a replay reads and writes
+    run.results = results
     return run
 
 

@@ -25,7 +25,8 @@ def save(figure, path: Path, rows: Sequence[dict], title: str) -> Path:
     first = rows[0]
     rehearsal = "REHEARSAL, NOT A RESULT   " if first["rehearsal"] else ""
     commit = (first["git_commit"] or "no commit")[:9] + ("+" if first["git_dirty"] else "")
-    figure.suptitle(f"{rehearsal}{title}\n{first['device']}, torch {first['torch']}, triton {first['triton']}, {commit}", fontsize=11)
+    where = f"{first['device']}, torch {first['torch']}, triton {first['triton']}, {commit}"
+    figure.suptitle(f"{rehearsal}{title}\n{where}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     start().close(figure)
@@ -45,7 +46,7 @@ def draw_speed(path: Path, rows: Sequence[dict]) -> Path | None:
         draw_op(panel, op, [row for row in rows if row["op"] == op], colours)
     handles = [start().Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     figure.legend(handles, list(colours), loc="outside lower center", ncols=len(colours), frameon=False)
-    return save(figure, path, rows, "time of one call (cold cache, in a CUDA graph; hatched: an eager call, where no graph is possible)")
+    return save(figure, path, rows, "time of one call, cold, in a CUDA graph (hatched: eagerly, where no graph is possible)")
 
 
 def draw_op(panel, op: str, rows: Sequence[dict], colours: dict[str, str]) -> None:
@@ -78,7 +79,8 @@ def draw_modelled(path: Path, rows: Sequence[dict]) -> Path | None:
     low = min(min(row["modelled_us"], row["measured_us"]) for row in rows) / 2
     high = max(max(row["modelled_us"], row["measured_us"]) for row in rows) * 2
     panel.plot([low, high], [low, high], color="black", linewidth=1, label="as modelled")
-    panel.fill_between([low, high], [low / 1.25, high / 1.25], [low * 1.25, high * 1.25], color="grey", alpha=0.2, label="within 25 %")
+    band = [low * 0.75, high * 0.75], [low * 1.25, high * 1.25]
+    panel.fill_between([low, high], *band, color="grey", alpha=0.2, label="within 25 %")
     for i, op in enumerate(dict.fromkeys(row["op"] for row in rows)):
         colour, marker = STYLES[i % len(STYLES)]
         points = [row for row in rows if row["op"] == op]

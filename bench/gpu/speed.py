@@ -38,7 +38,10 @@ def run(request: Request, name: str) -> bool:
             print(f"   no time left for {text}")
             continue
         started = time.monotonic()
-        rows, wrong = time_case(op, case, request, effort)
+        try:
+            rows, wrong = time_case(op, case, request, effort)
+        except Exception as error:  # the other cases can still be timed
+            rows, wrong = [], {"all": f"{type(error).__name__}: {error}"[:2000]}
         for row in rows:
             request.write("time", **row, **share(op, row, rates))
         for provider, reason in wrong.items():
@@ -79,14 +82,14 @@ def time_case(op: Op, case: Case, request: Request, effort: Effort) -> tuple[lis
 def admit(
     op: Op, providers: Sequence[Provider], setting: Setting, shape: Shape
 ) -> tuple[list[Provider], dict[str, dict], dict[str, str]]:
-    """The providers whose results are right at the small shape and at ``shape``, their errors, and what is wrong with the others."""
+    """The providers that are right at the small shape and at ``shape``, their errors, and what is wrong with the others."""
     right, errors, wrong = [], {}, {}
     for provider in providers:
         try:
             gate.check(op, [provider], setting)
             errors |= gate.check(op, [provider], setting, shape)
             right.append(provider)
-        except (gate.GateError, RuntimeError) as error:  # also what a kernel or the compiler raises: one provider's trouble
+        except Exception as error:  # a gate's, a kernel's or a compiler's: the others can still be timed
             wrong[provider.name] = f"{type(error).__name__}: {error}"[:2000]
     return right, errors, wrong
 
@@ -103,7 +106,7 @@ def extra_memory(op: Op, provider: Provider, shape: Shape, setting: Setting) -> 
 def share(op: Op, row: dict, rates: dict[str, float]) -> dict[str, float | None]:
     """The floor in ms, and the part of the measured time that it is; None for another function or without ceilings."""
     flops = op.flops(row["shape"], row["direction"])
-    product = rates.get(f"{row['dtype']}_tflops")
+    product = rates.get(row["dtype"] + "_tflops")
     if "copy_gbps" not in rates or (flops and not product) or not op.providers[row["provider"]].same_function:
         return {"floor_ms": None, "share": None}
     floor = max(row["least_mb"] / rates["copy_gbps"], flops / product / 1e9 if flops else 0.0)

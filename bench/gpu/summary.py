@@ -40,14 +40,15 @@ def failures(rows: list[dict]) -> list[str]:
 
 def times(rows: list[dict]) -> list[str]:
     """One line per provider and shape: microseconds cold and per call, speed-up over eager, share of the ceiling."""
-    head = f"{'op and shape':52} {'direction':17} {'provider':16} {'cold us':>9} {'call us':>9} {'x eager':>8} {'share':>6} {'extra MB':>9}"
+    figures = f"{'cold us':>9} {'call us':>9} {'x eager':>8} {'share':>6} {'extra MB':>9}"
+    head = f"{'op and shape':52} {'direction':17} {'provider':16} {figures}"
     lines, eager = [head], {key(row): row for row in rows if row["provider"] == "eager"}
     for row in rows:
         where = f"{row['op']} {shape_text(row['shape'])} {row['dtype']}"
         base = eager.get(key(row))
         cold = f"{1e3 * row['cold_ms_p50']:.1f}" if row["cold_ms_p50"] else "-"
         gain = f"{base['ms_p50'] / row['ms_p50']:.2f}" if base else "-"
-        part = f"{100 * row['share']:.0f} %" if row["share"] else "-"
+        part = f"{100 * row['share']:.0f} %" if row["share"] is not None else "-"
         extra = "-" if row["extra_mb"] is None else f"{row['extra_mb']:.1f}"
         figures = f"{cold:>9} {1e3 * row['ms_p50']:9.1f} {gain:>8} {part:>6} {extra:>9}"
         lines.append(f"{where:52} {row['direction']:17} {row['provider']:16} {figures}")
