@@ -5,6 +5,7 @@ graph. The model is a lower bound without launch latency, so a case much slower 
 mistake of the model. Rows further off than ``TOLERANCE`` are marked.
 """
 
+import contextlib
 import math
 
 import torch
@@ -18,29 +19,28 @@ from bench.ledger.__main__ import OUT as LEDGER
 from bench.ledger.__main__ import read
 from bench.ledger.case import Case, declarations, fused_ops
 from bench.ledger.chips import BY_TARGET
-from kernels.launch import target_of
+from kernels.launch import recording, target_of
 
 TOLERANCE = 0.25
-REHEARSED = ("binary_code", "sm_90")  # no chip is there: one op's cases, modelled for a chip of the ledger
+REHEARSED = "sm_90"  # a rehearsal has no chip: it compares this one's times with those of the host code alone, on meta tensors
 
 
 def run(request: Request) -> bool:
-    device, fine = torch.device(request.device), True
-    target = REHEARSED[1] if request.rehearse else target_of(torch.empty(0, device=device))
+    device = torch.device("meta" if request.rehearse else request.device)
+    target = REHEARSED if request.rehearse else target_of(torch.empty(0, device=device))
     if target not in BY_TARGET:
         request.write("not modelled", reason=f"the ledger has no {target}; it has {', '.join(BY_TARGET)}")
         return True
-    ops = REHEARSED[:1] if request.rehearse else fused_ops()
     rows = {key(row): row for row in read(LEDGER)["rows"] if row["target"] == target}
-    effort = Effort(1, 0.0) if request.rehearse else Effort(30, 0.2)
-    for name in ops:
-        for case in declarations(name).CASES[: 1 if request.rehearse else None]:
-            row = rows.get((name, case.name, case.direction, case.dtype), {})
+    effort, fine = Effort(1, 0.0) if request.rehearse else Effort(30, 0.2), True
+    with recording(target) if request.rehearse else contextlib.nullcontext():
+        for op, case in [(name, case) for name in fused_ops() for case in declarations(name).CASES]:
+            modelled = rows.get((op, case.name, case.direction, case.dtype), {}).get("us")
             try:
-                fine = compare(request, name, case, row.get("us"), device, effort) and fine
+                fine = compare(request, op, case, modelled, device, effort) and fine
             except Exception as error:  # the others can still be timed
-                request.write("not modelled", op=name, case=case.name, reason=f"{type(error).__name__}: {error}"[:2000])
-                print(f"   {label(name, case)}: FAILED: {error}", flush=True)
+                request.write("not modelled", op=op, case=case.name, reason=f"{type(error).__name__}: {error}"[:2000])
+                print(f"   {label(op, case)}: FAILED: {error}", flush=True)
                 fine = False
     return fine
 
@@ -88,7 +88,7 @@ class RealInputs(TorchFunctionMode):
 
     Integers take the values of the benchmark's input of the same shape (ids as in text, real bytes and lengths), floats are normal
     noise. An integer tensor of a shape that the benchmark does not have is filled with zeros and ones, and noted in ``guessed``.
-    What the first run made is given again in the next ones, so that a captured run holds the op's work alone.
+    What the first run was given is given again to the next ones, so that a captured run holds the op's work alone.
     """
 
     def __init__(self, op: Op, case: Case, device: torch.device, seed: int) -> None:
