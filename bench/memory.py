@@ -111,9 +111,16 @@ def run_child(request: dict) -> list[Found]:
 
 
 def measure_here(
-    op: Op, provider: Provider, shapes: Sequence[Shape], directions: Sequence[str], setting: Setting, peak: Peak
+    op: Op,
+    provider: Provider,
+    shapes: Sequence[Shape],
+    directions: Sequence[str],
+    setting: Setting,
+    peak: Peak,
+    warm: Shape | None = None,
 ) -> list[Found]:
-    """Measure in this process, each call's peak by ``peak``."""
+    """Measure in this process, each call's peak by ``peak``, after a call at ``warm`` (the op's small shape)."""
+
     def at(shape: Shape, measured: Peak) -> Found:
         prepared, gradient = provider.build(op.make_inputs(shape, setting), shape), output_gradient(op, shape, setting)
         found: Found = {}
@@ -122,7 +129,7 @@ def measure_here(
             found[direction] = measured(partial(run_once, prepared, direction, gradient))
         return found
 
-    at(op.small, lambda call: call() is None)  # warm-up
+    at(op.small if warm is None else warm, lambda call: call() is None)
     return [at(shape, peak) for shape in shapes]
 
 

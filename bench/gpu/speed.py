@@ -86,7 +86,8 @@ def admit(
     right, errors, wrong = [], {}, {}
     for provider in providers:
         try:
-            gate.check(op, [provider], setting)
+            if provider.name != COMPILED:  # another shape is another compilation
+                gate.check(op, [provider], setting)
             errors |= gate.check(op, [provider], setting, shape)
             right.append(provider)
         except Exception as error:  # a gate's, a kernel's or a compiler's: the others can still be timed
@@ -99,7 +100,7 @@ def extra_memory(op: Op, provider: Provider, shape: Shape, setting: Setting) -> 
     if setting.device == "cpu" and not memory.can_reset_peak():
         return {(provider.name, direction): None for direction in op.directions}
     peak = memory.peak_above_baseline if setting.device == "cpu" else memory.cuda_peak_above_baseline
-    (found,) = memory.measure_here(op, provider, [shape], op.directions, setting, peak)
+    (found,) = memory.measure_here(op, provider, [shape], op.directions, setting, peak, warm=shape)
     return {(provider.name, direction): extra for direction, extra in found.items()}
 
 

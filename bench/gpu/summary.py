@@ -42,10 +42,10 @@ def times(rows: list[dict]) -> list[str]:
     """One line per provider and shape: microseconds cold and per call, speed-up over eager, share of the ceiling."""
     figures = f"{'cold us':>9} {'call us':>9} {'x eager':>8} {'share':>6} {'extra MB':>9}"
     head = f"{'op and shape':52} {'direction':17} {'provider':16} {figures}"
-    lines, eager = [head], {key(row): row for row in rows if row["provider"] == "eager"}
+    lines, eager = [head], {pictures.key(row): row for row in rows if row["provider"] == "eager"}
     for row in rows:
         where = f"{row['op']} {shape_text(row['shape'])} {row['dtype']}"
-        base = eager.get(key(row))
+        base = eager.get(pictures.key(row))
         cold = f"{1e3 * row['cold_ms_p50']:.1f}" if row["cold_ms_p50"] else "-"
         gain = f"{base['ms_p50'] / row['ms_p50']:.2f}" if base else "-"
         part = f"{100 * row['share']:.0f} %" if row["share"] is not None else "-"
@@ -53,10 +53,6 @@ def times(rows: list[dict]) -> list[str]:
         figures = f"{cold:>9} {1e3 * row['ms_p50']:9.1f} {gain:>8} {part:>6} {extra:>9}"
         lines.append(f"{where:52} {row['direction']:17} {row['provider']:16} {figures}")
     return lines
-
-
-def key(row: dict) -> tuple:
-    return row["op"], tuple(row["shape"].items()), row["dtype"], row["direction"]
 
 
 def rejected(rows: list[dict]) -> list[str]:
