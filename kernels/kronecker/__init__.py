@@ -18,7 +18,7 @@ from . import naive
 from . import op as registered
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_AVAILABLE = ("naive", "eager")
+_AVAILABLE = ("naive", "eager", "fused")
 _LENGTHS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
