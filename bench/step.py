@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     threads = arguments.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     arms = arm_settings(arguments.preset, arguments.arms.split(","))
-    size = Size(arguments.preset, arguments.vocab, arguments.bits, arguments.rows, arguments.device)
+    size = Size(arguments.preset, arguments.vocab, arguments.bits, arguments.rows, device=arguments.device)
     pairs = [(name, arm, impl) for name, arm in arms.items() for impl in parse_impls(arguments.impl)]
     rows = take_turns(trainees(pairs, size), Effort(arguments.runs, seconds=3600.0))
     origin = report.provenance(Setting(threads=threads, device=arguments.device), ["python", "-m", "bench.step", *argv])

@@ -32,6 +32,7 @@ class Size:
     vocab: int
     bits: int  # width of the sign codes
     rows: int  # of a step
+    seq_len: int = 0  # tokens of a row; 0 takes the preset's
     device: str = "cpu"
 
 
@@ -57,11 +58,11 @@ class Trainee:
 
     def __init__(self, name: str, arm: ArmSettings, impl: str, size: Size) -> None:
         settings = override(RunSettings(), preset_changes(size.preset))
+        seq_len = size.seq_len or settings.data.seq_len
         fixed = random_fixed_data(arm, size.vocab, size.bits)
         arm = dataclasses.replace(arm, impl=impl)
         model = build_model(describe(dataclasses.replace(settings, arm=arm), size.vocab, fixed.code_bits), fixed)
-        generator, seq_len = torch.Generator().manual_seed(0), settings.data.seq_len
-        ids = token_ids(size.rows * (seq_len + 1), size.vocab, generator, "text").view(size.rows, -1)
+        ids = token_ids(size.rows * (seq_len + 1), size.vocab, torch.Generator().manual_seed(0), "text").view(size.rows, -1)
         self.facts = {"arm": name, "impl": impl, "parts": arm.parts, "preset": size.preset, "rows": size.rows, "seq_len": seq_len}
         self.facts |= {"V": size.vocab}
         self.model, self.ids = model.to(size.device), ids.to(size.device)

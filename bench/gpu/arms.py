@@ -13,7 +13,7 @@ from models.settings import ArmSettings
 ARMS = ("kron", "sign/table", "binary", "gf2", "sign", "sign-bitnet")
 INTERFACE_OPS = {"kron": "kronecker", "sign": "sign_code", "binary": "binary_code", "gf2": "binary_code"}
 SIZE = Size("gpt2-124m", vocab=50257, bits=512, rows=4, device="cuda")
-REHEARSAL = Size("gpt2-tiny", vocab=300, bits=64, rows=1)
+REHEARSAL = Size("gpt2-tiny", vocab=300, bits=64, rows=1, seq_len=6)
 
 
 def run(request: Request) -> bool:

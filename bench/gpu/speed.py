@@ -60,8 +60,9 @@ def cases(op: Op, request: Request) -> list[Case]:
             print(f"   without {provider.name}: {reason}")
     here = {name: one for name, one in op.providers.items() if not one.missing(request.device)}
     compiled = here.pop(COMPILED, None)
-    shapes = [op.small] if request.rehearse else op.papers
-    found = [Case(shape, dtype, list(here.values())) for shape in shapes for dtype in DTYPES]
+    tiny = {axis: 1 + size // 8 for axis, size in op.small.items()}  # the interpreter takes a second for the small shape
+    shapes, dtypes = ([tiny], DTYPES[:1]) if request.rehearse else (op.papers, DTYPES)
+    found = [Case(shape, dtype, list(here.values())) for shape in shapes for dtype in dtypes]
     return found + ([Case(shapes[0], DTYPES[0], [here["fused"], compiled])] if compiled else [])
 
 
@@ -69,7 +70,7 @@ def time_case(op: Op, case: Case, request: Request, effort: Effort) -> tuple[lis
     """The rows of a case, and why providers were rejected: a wrong result, or an error."""
     setting = Setting(case.dtype, request.device)
     fits = one_run.fitting(case.providers, case.shape, request.device)
-    fits, errors, wrong = admit(op, fits, setting, case.shape)
+    fits, errors, wrong = admit(op, fits, setting, [case.shape] if request.rehearse else [op.small, case.shape])
     extra: dict[tuple, int | None] = {}
     for provider in fits:
         extra |= extra_memory(op, provider, case.shape, setting)
@@ -80,15 +81,16 @@ def time_case(op: Op, case: Case, request: Request, effort: Effort) -> tuple[lis
 
 
 def admit(
-    op: Op, providers: Sequence[Provider], setting: Setting, shape: Shape
+    op: Op, providers: Sequence[Provider], setting: Setting, shapes: Sequence[Shape]
 ) -> tuple[list[Provider], dict[str, dict], dict[str, str]]:
-    """The providers that are right at the small shape and at ``shape``, their errors, and what is wrong with the others."""
+    """The providers that are right at ``shapes``, their errors at the last one, and what is wrong with the others."""
     right, errors, wrong = [], {}, {}
     for provider in providers:
         try:
-            if provider.name != COMPILED:  # another shape is another compilation
-                gate.check(op, [provider], setting)
-            errors |= gate.check(op, [provider], setting, shape)
+            # Another shape is another compilation.
+            for shape in shapes[-1:] if provider.name == COMPILED else shapes:
+                found = gate.check(op, [provider], setting, shape)
+            errors |= found
             right.append(provider)
         except Exception as error:  # a gate's, a kernel's or a compiler's: the others can still be timed
             wrong[provider.name] = f"{type(error).__name__}: {error}"[:2000]
