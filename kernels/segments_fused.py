@@ -13,10 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.inline import inline
 from kernels.launch import INTERPRETER, launch, target_of
 
 CHUNK = 64  # positions that one program adds, one after another
 _AHEAD = 8  # rows whose loads are in flight at once
+
+
+@inline
+def widened(x):
+    """Floating ``x`` in fp32. For bf16 by shifting its bits: the compiler turns that into one instruction a value instead of 1.5."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -77,7 +86,7 @@ def _sum_chunk(
                 row_keys, addends, factors = row_keys + (following,), addends + (addend,), factors + (factor,)
             for step in tl.static_range(AHEAD):
                 key = row_keys[step]
-                total = addends[step].to(tl.float32) * factors[step] + tl.where(fresh, 0.0, total)
+                total = widened(addends[step]) * factors[step] + tl.where(fresh, 0.0, total)
                 fresh = row_keys[step + 1] != key
                 if fresh & (key < segments):
                     tl.store(target + tl.where(key == entered, carry, key).to(tl.int64) * width, total, mask=inside)

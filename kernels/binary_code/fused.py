@@ -54,12 +54,7 @@ def _write_rows(
     if masks is not None:
         word = _recode(word, masks, mask_stride, K, K_POWER)
     word ^= OFFSET
-    if not INTERLEAVE:
-        source = column % K
-    elif WIDTH * K < 2**31:
-        source = column * K // WIDTH
-    else:
-        source = column.to(tl.int64) * K // WIDTH
+    source = column.to(tl.int64) * K // WIDTH if INTERLEAVE else column % K
     # One mask per column and two patterns per row, so that an element costs a test, a selection and its share of a store.
     bit = tl.full([BLOCK_D], 1, word.dtype) << source.to(word.dtype)
     kind: tl.constexpr = out.dtype.element_ty
@@ -113,7 +108,8 @@ def embed(
     grid = (triton.cdiv(tokens, rows) * triton.cdiv(d_model, columns),)
     mask_stride = 0 if matrix is None else matrix.stride(0)
     launch(
-        _write_rows, grid, flat, matrix, out.view(_INTEGER[dtype]), tokens, flat.stride(0), mask_stride, num_warps=4, WIDTH=d_model, K=bits, K_POWER=triton.next_power_of_2(bits), OFFSET=offset, INTERLEAVE=lift == "interleave",
+        _write_rows, grid, flat, matrix, out.view(_INTEGER[dtype]), tokens, flat.stride(0), mask_stride, num_warps=4,
+        WIDTH=d_model, K=bits, K_POWER=triton.next_power_of_2(bits), OFFSET=offset, INTERLEAVE=lift == "interleave",
         LOW=low, HIGH=high, BAD=bad, BLOCK_T=rows, BLOCK_D=columns,
     )  # fmt: skip
     return out.view(*ids.shape, d_model)

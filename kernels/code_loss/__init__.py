@@ -15,6 +15,8 @@ from . import checks, decode, gradients, naive, sampling
 
 __all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
 
+AVAILABLE = ("naive", "eager")
+
 
 class CodeLossAux(NamedTuple):
     """Per-token values in the shape of the targets, detached, in the dtype of the loss (argmax int64)."""
@@ -87,7 +89,7 @@ def code_cross_entropy(
     checks.require_integer(op, "ignore_index", ignore_index)
     label_smoothing = require_number(op, "label_smoothing", label_smoothing, 0, 1)
     numbers = (ignore_index, label_smoothing, require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
-    chosen = select_impl(op, impl, hidden.device)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE)
     with without_autocast(hidden):
         if chosen == "naive":
             outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
@@ -111,7 +113,7 @@ def code_logits(
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)
     softcap = checks.require_softcap(op, softcap)
-    chosen = select_impl(op, impl, hidden.device)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE)
     with without_autocast(hidden):
         if chosen == "naive":
             scores = naive.logits(rows, codes, prior, softcap)
@@ -141,7 +143,7 @@ def code_topk(
     op = "code_topk"
     rows = _token_rows(op, hidden, codes, prior).detach()
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
-    run = naive.topk if select_impl(op, impl, hidden.device) == "naive" else decode.code_topk
+    run = naive.topk if select_impl(op, impl, hidden.device, AVAILABLE) == "naive" else decode.code_topk
     with without_autocast(hidden):
         values, ids = run(rows, codes, None if prior is None else prior.detach(), k, softcap)
     return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
@@ -196,7 +198,7 @@ def code_sample(
         positions = positions.reshape(-1)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
-    run = naive.sample if select_impl(op, impl, hidden.device) == "naive" else sampling.code_sample
+    run = naive.sample if select_impl(op, impl, hidden.device, AVAILABLE) == "naive" else sampling.code_sample
     with without_autocast(hidden):
         ids = run(rows, codes, None if prior is None else prior.detach(), positions, seed, temperature, *numbers, softcap)
     return ids.view(hidden.shape[:-1])

@@ -7,7 +7,8 @@ sigma = sqrt((1 - L / D) / (D - 1)), exactly:
 
     y = a_L * sum_p W[b_p * P + p] + c_L * sum_j W[j],    a_L = 1 / (sqrt(L) (sigma + 1e-6)),    c_L = -mu / (sigma + 1e-6)
 
-and L = 0 gives the zero row. ``eager`` computes that: L rows gathered and one rank-1 term instead of a product of depth D.
+and L = 0 gives the zero row. ``eager`` and ``fused`` compute that: L rows gathered and one rank-1 term instead of a product of
+depth D. ``fused`` is Triton; ids outside [0, V) give NaN rows there and no gradient.
 """
 
 import torch
@@ -18,7 +19,7 @@ from . import naive
 from . import op as registered
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_AVAILABLE = ("naive", "eager", "fused")
+AVAILABLE = ("naive", "eager", "fused")
 _LENGTHS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -42,12 +43,13 @@ def kronecker_embedding(
         token_bytes: uint8 [V, P], each token's bytes; what lies past its length is ignored.
         lengths: uint8, int16, int32 or int64 [V], bytes per token, in [0, P].
         weight: fp64, fp32, bf16 or fp16 [256 * P, d], row ``byte * P + position``. Differentiable; sums are fp32 (fp64 for fp64).
-        impl: "naive" builds the codec [T, 256 * P] and multiplies; "eager" uses the closed form above; "auto".
+        impl: "naive" builds the codec [T, 256 * P] and multiplies; "eager" uses the closed form above, "fused" too, in
+            Triton (fp32, bf16 and fp16); "auto".
 
     Returns: [*ids.shape, d].
 
     Raises: TypeError (dtype), ValueError (shape, device, unknown impl; a length outside [0, P] in checked mode), IndexError
-    (an id outside [0, V) in checked mode) and, on the eager path, RuntimeError (a forward-mode derivative).
+    (an id outside [0, V) in checked mode) and, except with "naive", RuntimeError (a forward-mode derivative).
     """
     op = "kronecker_embedding"
     _require_codec_inputs(op, ids, token_bytes, lengths)
@@ -55,7 +57,7 @@ def kronecker_embedding(
     require_shape(op, "weight", weight, (256 * token_bytes.shape[1], "d"))
     require_same_device(op, ids=ids, token_bytes=token_bytes, lengths=lengths, weight=weight)
     weight = weight.to(autocast_dtype(weight))
-    chosen = select_impl(op, impl, ids.device, _AVAILABLE, weight.dtype)
+    chosen = select_impl(op, impl, ids.device, AVAILABLE, weight.dtype)
     if chosen == "naive":
         return naive.kronecker_embedding(ids, token_bytes, lengths, weight)
     refuse_forward_ad(op, weight)
@@ -81,7 +83,7 @@ def kronecker_codec(
     require_same_device(op, ids=ids, token_bytes=token_bytes, lengths=lengths)
     if dtype not in _FLOATS:
         raise TypeError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-    chosen = select_impl(op, impl, ids.device, _AVAILABLE, dtype)
+    chosen = select_impl(op, impl, ids.device, AVAILABLE, dtype)
     if chosen == "naive":
         return naive.kronecker_codec(ids, token_bytes, lengths, normalize, dtype)
     return registered.kronecker_codec(ids, token_bytes, lengths, normalize, dtype, chosen)

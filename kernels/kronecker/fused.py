@@ -32,7 +32,7 @@ def _embed_config(weight: torch.Tensor) -> dict[str, int]:
     """One warp reads 16 bytes a lane of one token's rows: no lane waits for a longer token, and each row is one coalesced read."""
     widest = triton.next_power_of_2(max(weight.shape[1], 16))
     block = widest if target_of(weight) == INTERPRETER else min(widest, 512 // weight.element_size())
-    return {"ROUNDS": 8, "AHEAD": 4, "BLOCK_D": block}
+    return {"ROUNDS": 8, "BLOCK_D": block, "EVEN": weight.shape[1] % block == 0}
 
 
 def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

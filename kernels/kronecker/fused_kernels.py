@@ -8,8 +8,11 @@ Since c_L = -a_L * L / D exactly, both directions need only a_L and a column mea
 import triton
 import triton.language as tl
 
+from kernels.inline import inline
+from kernels.segments_fused import widened
 
-@triton.jit
+
+@inline
 def _rise(length, P: tl.constexpr):
     """a_L for int32 lengths, in fp32; 0 for L = 0. Within 4e-7: PTX bounds its approximate roots by 2**-22.9."""
     CELLS: tl.constexpr = 256 * P
@@ -18,30 +21,29 @@ def _rise(length, P: tl.constexpr):
     return tl.where(length > 0, tl.rsqrt(tl.maximum(exact, 1.0) * deviation * deviation), 0.0)
 
 
-@triton.jit
+@inline
 def _known(token, vocabulary):
     """Whether each id lies in [0, V), and the id as int32, 0 where it does not."""
     known = (token >= 0) & (token < vocabulary)
     return known, tl.where(known, token, 0).to(tl.int32)
 
 
-@triton.jit
+@inline
 def _length(lengths, token, stride, P: tl.constexpr):
     """Lengths of the tokens (modulo 2**32), clamped to [0, P]: int32."""
     length = tl.load(lengths + token.to(tl.int64) * stride).to(tl.int32)
     return tl.minimum(tl.maximum(length, 0), P)
 
 
-@triton.jit
-def _add_rows(total, byte, weight, start, position_stride, row_stride, inside, P: tl.constexpr, COUNT: tl.constexpr):
-    """``total`` plus the weight rows of COUNT positions from ``start`` on, all of whose loads come before the first addition."""
+@inline
+def _add_rows(total, byte, position, weight, position_stride, row_stride, inside, P: tl.constexpr, COUNT: tl.constexpr):
+    """``total`` plus the weight rows of COUNT bytes, the first at ``position``. All loads come before the first addition."""
     rows = ()
     for step in tl.static_range(COUNT):
-        position = start + step
-        cell = tl.load(byte + position * position_stride).to(tl.int32) * P + position
+        cell = tl.load(byte + step * position_stride).to(tl.int32) * P + (position + step)
         rows = rows + (tl.load(weight + cell.to(tl.uint32).to(tl.uint64) * row_stride, mask=inside),)
     for step in tl.static_range(COUNT):
-        total += rows[step].to(tl.float32)
+        total += widened(rows[step])
     return total
 
 
@@ -64,10 +66,10 @@ def embed_tokens(
     column_stride,
     P: tl.constexpr,
     ROUNDS: tl.constexpr,
-    AHEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """One program embeds ROUNDS tokens one after another, for one tile of columns; the rows of AHEAD positions are in flight at once.
+    """One program embeds ROUNDS tokens one after another, for one tile of columns; the rows of 4 bytes are in flight at once.
 
     Token blocks are the grid's fast axis: at any time the chip works on one tile of columns, so that the few weight rows which most
     tokens share (a space first, then letters) stay in each multiprocessor's L1.
@@ -76,7 +78,7 @@ def embed_tokens(
     tl.assume(token_stride >= 0)
     tl.assume(length_stride >= 0)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = column < width
+    inside = (column < width) | EVEN
     weight += column.to(tl.int64) * column_stride
     mean = tl.load(weight_sum + column, mask=inside, other=0) * (1.0 / (256 * P))
     first = tl.program_id(0).to(tl.int64) * ROUNDS
@@ -86,11 +88,15 @@ def embed_tokens(
         length = tl.where(known, _length(lengths, token, length_stride, P), 0)
         byte = token_bytes + token.to(tl.int64) * token_stride
         total = tl.zeros([BLOCK_D], tl.float32)
-        whole = length // AHEAD * AHEAD
-        for start in range(0, whole, AHEAD):
-            total = _add_rows(total, byte, weight, start, position_stride, row_stride, inside, P, AHEAD)
-        for start in range(whole, length):
-            total = _add_rows(total, byte, weight, start, position_stride, row_stride, inside, P, 1)
+        whole = length & -4
+        for position in range(0, whole, 4):
+            total = _add_rows(total, byte, position, weight, position_stride, row_stride, inside, P, 4)
+            byte += 4 * position_stride
+        if length & 2:
+            total = _add_rows(total, byte, whole, weight, position_stride, row_stride, inside, P, 2)
+        if length & 1:
+            byte += (length & 2) * position_stride
+            total = _add_rows(total, byte, length - 1, weight, position_stride, row_stride, inside, P, 1)
         value = tl.where(known, _rise(length, P), float("nan")) * (total - length.to(tl.float32) * mean)
         tl.store(out + place * width + column, value.to(out.dtype.element_ty), mask=inside)
 
