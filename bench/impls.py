@@ -25,7 +25,7 @@ def implementations(op: str, ours: Callable[[str], Build], naive_needs: Callable
 
 def offers(op: str, impl: str) -> bool:
     """Whether kernels.OP has the implementation at all."""
-    return impl in getattr(importlib.import_module(f"kernels.{op}"), "_AVAILABLE", ())
+    return impl in importlib.import_module(f"kernels.{op}").AVAILABLE
 
 
 def fused_missing(op: str, device: str) -> str:
