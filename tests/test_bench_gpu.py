@@ -283,25 +283,27 @@ def test_other_errors_of_the_check_are_not_taken_for_waits(fake_cuda):
 
 def test_a_case_of_the_ledger_runs_on_real_inputs():
     op = case.load_op("sign_code")
-    given = []
+    given, grad = [], torch.empty(6, 5, device="meta").t()
 
     def run():
         ids = torch.empty(6, dtype=torch.int64, device="meta")
         codes = torch.empty(9, 2, dtype=torch.int32, device="meta")
         weight = torch.empty(40, 5, dtype=torch.bfloat16, device="meta")
         other = torch.zeros(3, dtype=torch.int64, device="meta")
-        given.append((ids, codes, weight, other))
+        given.append((ids, codes, weight, other, grad))
         return torch.empty(2, device=ids.device)
 
     ledger_case = LedgerCase("planted", FORWARD, "bf16", {"T": 6, "V": 9, "K": 40, "d": 5}, run, Bound(100))
     inputs = modelled.RealInputs(op, ledger_case, torch.device("cpu"), seed=3)
     first, second = inputs.run(), inputs.run()
     expected = op.make_inputs(ledger_case.shape, case.Setting(seed=3))
-    ids, codes, weight, other = given[0]
+    ids, codes, weight, other, real_grad = inputs.code.__closure__[0].cell_contents[0]
+    assert real_grad.device.type == "cpu" and real_grad.stride() == grad.stride() and real_grad.std() > 0.5
     assert torch.equal(ids, expected["ids"]) and torch.equal(codes, expected["codes"])
     assert weight.dtype == torch.bfloat16 and weight.float().std() > 0.5
     assert set(other.tolist()) <= {0, 1} and inputs.guessed == {"torch.int64 [3]"}
-    assert all(a is b for a, b in zip(*given, strict=True))  # nothing is made again while a graph is captured
+    # Nothing is made again while a graph is captured.
+    assert all(a is b for a, b in zip(*inputs.code.__closure__[0].cell_contents, strict=True))
     assert first is not second and first[-1].data_ptr() != second[-1].data_ptr()
 
 

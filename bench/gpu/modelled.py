@@ -7,6 +7,7 @@ mistake of the model. Rows further off than ``TOLERANCE`` are marked.
 
 import contextlib
 import math
+import types
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -84,7 +85,7 @@ def time_case(op: Op, case: Case, device: torch.device, effort: Effort):
 
 
 class RealInputs(TorchFunctionMode):
-    """Runs a case's code with real tensors in place of the meta tensors that it makes.
+    """Runs a case's code with real tensors in place of the meta tensors that it refers to or makes.
 
     Integers take the values of the benchmark's input of the same shape (ids as in text, real bytes and lengths), floats are normal
     noise. An integer tensor of a shape that the benchmark does not have is filled with zeros and ones, and noted in ``guessed``.
@@ -93,17 +94,28 @@ class RealInputs(TorchFunctionMode):
 
     def __init__(self, op: Op, case: Case, device: torch.device, seed: int) -> None:
         super().__init__()
-        self.case, self.device, self.guessed = case, device, set()
+        self.device, self.guessed = device, set()
         shape = {axis: case.shape[axis] if axis in case.shape else 2 ** case.shape["K"] for axis in op.axes}
         self.known = {tuple(t.shape): t for t in op.make_inputs(shape, Setting(device=str(device), seed=seed)).values()}
+        self.code = self.with_real_cells(case.run)
         self.made: list[torch.Tensor] = []
         self.position = 0
+
+    def with_real_cells(self, run: types.FunctionType) -> types.FunctionType:
+        """The same function with real tensors where it closes over meta tensors."""
+        cells = tuple(types.CellType(self.replaced(cell.cell_contents)) for cell in run.__closure__ or ())
+        return types.FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, cells)
+
+    def replaced(self, value):
+        if isinstance(value, torch.Tensor):
+            return self.real(value) if value.is_meta else value
+        return type(value)(map(self.replaced, value)) if type(value) in (tuple, list) else value
 
     def run(self) -> list:
         """One run; returns everything that it made, so that the next one is given other memory."""
         self.position, self.kept = 0, []
         with self:
-            self.kept.append(self.case.run())
+            self.kept.append(self.code())
         return self.kept
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
