@@ -41,15 +41,15 @@ def main(argv: list[str]) -> int:
     from bench.ledger.chips import BY_TARGET
     from bench.ledger.compiler import require_compiler
 
+    for target in arguments.arch:
+        if target not in BY_TARGET:
+            raise UsageError(f"--arch {target!r} is not a chip of the ledger; known: {', '.join(BY_TARGET)}")
+    old = read(arguments.diff) if arguments.diff else None
     require_compiler()
     from bench.ledger.rows import jobs, make_rows
     from bench.ledger.rules import violations
     from bench.ledger.table import difference, table
 
-    for target in arguments.arch:
-        if target not in BY_TARGET:
-            raise UsageError(f"--arch {target!r} is not a chip of the ledger; known: {', '.join(BY_TARGET)}")
-    old = read(arguments.diff) if arguments.diff else None
     if arguments.sass:
         arguments.sass.mkdir(parents=True, exist_ok=True)
     keep = str(arguments.sass) if arguments.sass else None

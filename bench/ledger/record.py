@@ -9,11 +9,13 @@ from bench.ledger.case import Case, Pass
 from kernels.launch import Launch, recording
 from models.errors import UserError
 
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "resize_"}
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 """Operators that move no data (views are recognised by their schema)."""
+GATHERING = {"index_select", "gather", "index"}
+"""Operators that read their indices and, of their source, as much as they write."""
 STREAMING = {
     *("fill_", "zero_", "zeros", "zeros_like", "full", "full_like", "ones", "new_zeros", "new_full", "arange"),
-    *("copy_", "clone", "_to_copy", "cat", "index_select", "gather", "index", "scatter", "constant_pad_nd"),
+    *("copy_", "clone", "_to_copy", "cat", "scatter", "constant_pad_nd"),
     *("add", "add_", "sub", "rsub", "mul", "mul_", "div", "floor_divide", "remainder", "neg", "sqrt", "rsqrt", "reciprocal"),
     *("where", "masked_fill", "masked_fill_", "clamp", "clamp_", "eq", "ne", "lt", "le", "gt", "ge"),
     *("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
@@ -21,6 +23,8 @@ STREAMING = {
     *("sum", "amax", "amin", "cumsum", "diff", "searchsorted", "bucketize"),
 }
 """Operators modelled as one pass: every input read and every output written once, one launch."""
+OVERWRITING = {"fill_", "zero_", "copy_"}
+"""Streaming operators that do not read their first argument."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,12 @@ class _HostOperators(TorchDispatchMode):
         outputs = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         if name in ("sort", "argsort"):
             return sort_pass(name, inputs[0])
+        written = sum(map(nbytes, outputs))
+        if name in GATHERING:
+            return Pass(name, sum(map(nbytes, inputs[1:])) + 2 * written)
         if name in STREAMING:
-            read = 0 if name.endswith("fill_") or name == "zero_" else sum(map(nbytes, inputs))
-            return Pass(name, read + sum(map(nbytes, outputs)))
+            read = inputs[1:] if name in OVERWRITING else inputs
+            return Pass(name, sum(map(nbytes, read)) + written)
         raise UserError(
             f"{self.case.name} {self.case.direction}: its host code runs torch's {name}, which the ledger has no model for; "
             "add it to STREAMING in bench/ledger/record.py if it reads its inputs and writes its outputs once"
@@ -70,7 +77,8 @@ def _is_view(func) -> bool:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    """Bytes of memory that a tensor covers; what an expanded tensor repeats counts once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def sort_pass(name: str, keys: torch.Tensor) -> Pass:

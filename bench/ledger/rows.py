@@ -13,7 +13,7 @@ from bench.ledger.case import Case, declarations, fused_ops, work_of
 from bench.ledger.chips import BY_TARGET, Chip
 from bench.ledger.compiler import CannotCompile, Compiled, compile_launch
 from bench.ledger.flow import Body
-from bench.ledger.model import body_of, bound_time, isa, launch_time, limits, matrix_agrees, pass_time
+from bench.ledger.model import body_of, bound_time, isa, launch_time, limits, matrix_agrees, pass_time, resident
 from bench.ledger.record import record
 from kernels.launch import Launch
 from models.errors import UserError
@@ -57,13 +57,14 @@ def launch_row(op: str, case: Case, index: int, launch: Launch, chip: Chip, keep
     except CannotCompile as error:
         return row | {"error": str(error)}
     if keep:
-        name = "-".join((op, case.name, case.direction, str(index), launch.name, chip.target))
+        name = "-".join((op, case.name, case.direction, case.dtype, str(index), launch.name, chip.target))
         (Path(keep) / (re.sub(r"[^\w.-]+", "_", name) + ".txt")).write_text(compiled.assembly)
     body = body_of(compiled)
     row |= facts(compiled, body, chip)
+    row["resident"] = resident(chip, compiled, launch.num_warps)
     agreement = matrix_agrees(body, work, row["programs"], launch.num_warps, isa(chip.target))
     row["flops_in_code"] = None if agreement is None else round(agreement, 3)
-    if compiled.shared > chip.shared_block:
+    if not row["resident"]:
         return row
     found = limits(chip, compiled, body, work, row["programs"], launch.num_warps)
     seconds, row["binds"] = launch_time(found)
@@ -92,6 +93,7 @@ def facts(compiled: Compiled, body: Body, chip: Chip) -> dict:
         "spilled": compiled.spilled,
         "shared": compiled.shared,
         "shared_limit": chip.shared_block,
+        "tensor_memory": compiled.tensor_memory,
         "matrix": matrix.most_common(1)[0][0] if matrix else "none",
         "f64": len(double) + len(re.findall(r"\.f64\b", compiled.portable)),
         "loop": {

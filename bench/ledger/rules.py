@@ -28,12 +28,13 @@ def local_memory(rows: Rows) -> list[str]:
     ]
 
 
-def shared_memory(rows: Rows) -> list[str]:
-    """Every configuration fits the shared memory of the chip that it is shipped for."""
+def fits(rows: Rows) -> list[str]:
+    """Every configuration fits the chip that it is shipped for: shared memory, registers, tensor memory."""
     return [
-        f"{name}: {launch['shared']} bytes of shared memory, limit {launch['shared_limit']} ({launch['config']})"
+        f"{name}: does not fit, {launch['shared']} bytes of shared memory with a limit of {launch['shared_limit']}, "
+        f"{launch['registers']} registers a thread, {launch['tensor_memory']} columns of tensor memory ({launch['config']})"
         for _, launch, name in _launches(rows)
-        if launch["shared"] > launch["shared_limit"]
+        if launch["shared"] > launch["shared_limit"] or not launch["resident"]
     ]
 
 
@@ -79,7 +80,7 @@ def compiled(rows: Rows) -> list[str]:
 
 
 RULES: tuple[Callable[[Rows], list[str]], ...] = (
-    *(compiled, local_memory, shared_memory, double_precision, matrix_instruction, declared_flops, share_of_bound),
+    *(compiled, local_memory, fits, double_precision, matrix_instruction, declared_flops, share_of_bound),
 )
 
 

@@ -83,10 +83,9 @@ def pipe(instruction: Instruction) -> str | None:
 
 
 def is_wait(own: Sequence[Instruction]) -> bool:
-    """Whether a loop only waits: no memory access, no matrix instruction, and a poll or nothing but its branch."""
-    if any(i.opcode in MATRIX | GLOBAL | SHARED | LOCAL for i in own):
-        return False
-    return len(own) == 1 or any(i.opcode in ("SYNCS", "NANOSLEEP", "YIELD") for i in own) and len(own) <= 16
+    """Whether a loop only waits: it polls a barrier and computes nothing, or is nothing but its branch."""
+    busy = any(is_matrix(i) or pipe(i) in ("fma", "imad", "xu", "lsu") for i in own)
+    return not busy and (len(own) == 1 or any(i.opcode in ("SYNCS", "NANOSLEEP", "YIELD") for i in own))
 
 
 def is_work(instruction: Instruction) -> bool:
@@ -111,8 +110,8 @@ def matrix_flops(instruction: Instruction) -> float | None:
 
 
 def matrix_dtype(instruction: Instruction) -> str:
-    """ "bf16" (fp16 too), "tf32" or "int8"."""
-    if instruction.opcode in ("IMMA", "IGMMA", "UTCIMMA"):
+    """ "bf16" (fp16 too), "tf32" or "int8" (fp8, of the same rate, too)."""
+    if instruction.opcode in ("IMMA", "IGMMA", "UTCIMMA", "QGMMA", "UTCQMMA"):
         return "int8"
     return "tf32" if "TF32" in instruction.text else "bf16"
 
