@@ -15,7 +15,7 @@ from .packing import pack_sign_codes, unpack_sign_codes
 
 __all__ = ["pack_sign_codes", "sign_code_embedding", "unpack_sign_codes"]
 
-AVAILABLE = ("naive", "eager")
+AVAILABLE = ("naive", "eager", "fused")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,7 +26,8 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
         ids: int32 or int64, any shape, values in [0, V).
         codes: int32 [V, ceil(K / 32)], packed as the module says (``pack_sign_codes``). Constants: they get no gradient.
         weight: fp64, fp32, bf16 or fp16 [K, d]. Differentiable; sums are fp32 (fp64 for fp64).
-        impl: "naive" unpacks all V codes, as the paper's training does; "eager" only those of the distinct ids, in blocks; "auto".
+        impl: "naive" unpacks all V codes, as the paper's training does; "eager" only those of the distinct
+            ids, in blocks; "fused" (Triton, not for fp64) none in memory; "auto".
 
     Returns: [*ids.shape, d].
 

@@ -55,6 +55,12 @@ def _parts(x, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _wide(number):
+    """A loop's index as int64 (the interpreter's is a Python int, without conversions)."""
+    return tl.zeros((), tl.int64) + number
+
+
+@triton.jit
 def _row(ids, token, tokens, stride, vocabulary):
     """Row of the codes for each token, and whether it has one: an id outside [0, V) and a token past the end get row 0 and no."""
     id = tl.load(ids + token * stride, mask=token < tokens, other=-1).to(tl.int64)
@@ -108,7 +114,7 @@ def lift_rows(
     for bit in tl.static_range(16):
         staged = staged + _weight_slice(weight, 16 * word + bit, column, width, weight_row, weight_column, K, OPERAND, SPLIT)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        token = tile.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        token = _wide(tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         row, valid = _row(ids, token, tokens, id_stride, vocabulary)
         words = _words(codes, row[:, None], word[None, :], code_stride, word_stride, COUNT, COUNT == WORDS, CONTIGUOUS)
         sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
@@ -188,7 +194,7 @@ def sum_products(
     lane = tl.arange(0, DEPTH)
     sums = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        start = tile.to(tl.int64)
+        start = _wide(tile)
         words = tl.load(planes + (start * padded + row[:, None]) * DEPTH + lane[None, :])
         alive = tl.load(live + start * DEPTH + lane)
         for s in tl.static_range(SLICES):
