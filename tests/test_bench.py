@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from bench import __main__ as command
-from bench import case, cold, frame, gate, memory, ops, plots, report, run
+from bench import case, cold, frame, gate, impls, memory, ops, plots, report, run
 from bench.inputs import packed_codes, token_bytes, token_ids
 from models.errors import UsageError
 
@@ -237,6 +237,25 @@ def test_missing_peers_are_said_and_skipped(capsys):
     assert [p.name for p in run.choose_providers(op, ["naive"], True, "cpu")] == ["naive", "there"]
     assert capsys.readouterr().out == "skipping peer other: not installed; to include it: pip install other\n"
     assert [p.name for p in run.choose_providers(op, ["naive"], False, "cpu")] == ["naive"]
+
+
+def test_fused_says_why_it_cannot_run(monkeypatch):
+    op = case.load_op("binary_code")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert [p.name for p in run.choose_providers(op, ["fused"], False, "cpu")] == ["fused"]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UsageError, match="binary_code fused cannot run here: the tensors are on cpu.*TRITON_INTERPRET=1"):
+        run.choose_providers(op, ["fused"], False, "cpu")
+    assert impls.fused_missing("code_loss", "cpu") == "kernels.code_loss has no fused implementation"
+
+
+@pytest.mark.parametrize("name", ops.OPS)
+def test_the_compiled_provider_computes_what_naive_does(name, monkeypatch):
+    op, real = case.load_op(name), torch.compile
+    assert "GPUs only" in op.providers[impls.COMPILED].missing("cpu") and not op.providers[impls.COMPILED].missing("cuda")
+    monkeypatch.setattr(torch, "compile", lambda call: real(call, backend="eager"))  # captured as for a GPU, then run as it is
+    found = gate.check(op, [op.providers[impls.COMPILED]], SETTING)
+    assert set(found[impls.COMPILED]) == set(op.directions)
 
 
 def test_command_refuses_to_time_a_wrong_op(monkeypatch, tmp_path):

@@ -112,8 +112,10 @@ def test_a_step_is_killed_at_its_limit(tmp_path):
     assert time.monotonic() - started < 5
 
 
-def test_a_step_that_crashes_has_failed(tmp_path):
-    assert command.run_step(request(tmp_path, module="no_such_step")) == "failed"
+def test_a_step_that_crashes_has_failed_and_its_last_words_are_a_row(tmp_path):
+    assert command.run_step(request(tmp_path, module="speed", argument="no_such_op")) == "failed"
+    (crash,) = read_rows(tmp_path / "rows.jsonl")
+    assert crash["kind"] == "crash" and "No module named 'bench.no_such_op'" in crash["text"]
 
 
 def test_no_step_starts_that_does_not_fit(tmp_path, capsys):

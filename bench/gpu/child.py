@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -73,7 +74,11 @@ def read_rows(path: Path) -> list[dict]:
 def main() -> int:
     request = Request(**json.load(sys.stdin))
     step = importlib.import_module(f"bench.gpu.{request.module}")
-    fine = step.run(request) if request.argument is None else step.run(request, request.argument)
+    try:
+        fine = step.run(request) if request.argument is None else step.run(request, request.argument)
+    except Exception:
+        request.write("crash", text=traceback.format_exc()[-4000:])
+        raise
     return 0 if fine else 1
 
 

@@ -21,6 +21,7 @@ from bench.ledger.__main__ import read
 from bench.ledger.case import Case, declarations, fused_ops
 from bench.ledger.chips import BY_TARGET
 from kernels.launch import recording, target_of
+from models.errors import UserError
 
 TOLERANCE = 0.25
 REHEARSED = "sm_90"  # a rehearsal has no chip: it compares this one's times with those of the host code alone, on meta tensors
@@ -35,15 +36,26 @@ def run(request: Request) -> bool:
     rows = {key(row): row for row in read(LEDGER)["rows"] if row["target"] == target}
     effort, fine = Effort(1, 0.0) if request.rehearse else Effort(30, 0.2), True
     with recording(target) if request.rehearse else contextlib.nullcontext():
-        for op, case in [(name, case) for name in fused_ops() for case in declarations(name).CASES]:
-            modelled = rows.get((op, case.name, case.direction, case.dtype), {}).get("us")
+        for op in fused_ops():
             try:
-                fine = compare(request, op, case, modelled, device, effort) and fine
-            except Exception as error:  # the others can still be timed
-                request.write("not modelled", op=op, case=case.name, reason=f"{type(error).__name__}: {error}"[:2000])
-                print(f"   {label(op, case)}: FAILED: {error}", flush=True)
-                fine = False
+                cases = declarations(op).CASES
+            except UserError as error:
+                fine = refuse(request, op, "all", str(error))
+                continue
+            for case in cases:
+                modelled = rows.get((op, case.name, case.direction, case.dtype), {}).get("us")
+                try:
+                    fine = compare(request, op, case, modelled, device, effort) and fine
+                except Exception as error:  # the others can still be timed
+                    fine = refuse(request, op, label(op, case), f"{type(error).__name__}: {error}")
     return fine
+
+
+def refuse(request: Request, op: str, case: str, reason: str) -> bool:
+    """Say why a case has no row; always False."""
+    request.write("not modelled", op=op, case=case, reason=reason[:2000])
+    print(f"   {case} of {op}: FAILED: {reason}", flush=True)
+    return False
 
 
 def key(row: dict) -> tuple[str, ...]:
@@ -57,9 +69,7 @@ def label(op: str, case: Case) -> str:
 def compare(request: Request, op: str, case: Case, modelled: float | None, device: torch.device, effort: Effort) -> bool:
     """Time one case and write its row. False when the ledger does not have it."""
     if modelled is None:
-        request.write("not modelled", op=op, case=case.name, reason=f"{LEDGER} has no time for it; run python -m bench.ledger")
-        print(f"   {label(op, case)}: not in the ledger", flush=True)
-        return False
+        return refuse(request, op, label(op, case), f"{LEDGER.name} has no time for it; run python -m bench.ledger")
     measured, copies, guessed = time_case(load_op(op), case, device, effort)
     ratio = measured.p50 * 1e3 / modelled
     off = not 1 - TOLERANCE <= ratio <= 1 + TOLERANCE

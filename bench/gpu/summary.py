@@ -80,14 +80,24 @@ def broken(rows: list[dict]) -> list[str]:
     return [f"arm {row['arm']}: FAILED: {row['reason'][:160]}" for row in rows]
 
 
+def crashes(rows: list[dict]) -> list[str]:
+    return [f"CRASHED {row['step']}: {row['text'].strip().splitlines()[-1][:160]}" for row in rows]
+
+
+def unmodelled(rows: list[dict]) -> list[str]:
+    return [f"not modelled: {row.get('op', '')} {row.get('case', '')}: {row['reason'][:160]}" for row in rows]
+
+
 KINDS = {
     "ceiling": ceilings,
     "time": times,
     "modelled": modelled,
+    "not modelled": unmodelled,
     "arm": arms,
     "test file": tests,
     "test failure": failures,
     "rejected": rejected,
     "training failed": broken,
+    "crash": crashes,
     "step": steps,
 }
