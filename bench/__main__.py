@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("op", metavar="OP", help=", ".join(OPS))
     what = parser.add_argument_group("what to compare")
-    what.add_argument("--impl", default="naive,eager", help="ours, by comma; speed-ups are over the first (%(default)s)")
+    what.add_argument("--impl", default="naive,eager", help="naive, eager, fused; speed-ups are over the first (%(default)s)")
     what.add_argument("--peers", action="store_true", help="also time the peers that are installed")
     what.add_argument("--dtype", choices=DTYPES, default="float32", help="of floating inputs (%(default)s)")
     what.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
@@ -88,9 +88,10 @@ def main(argv: list[str]) -> int:
     threads = arguments.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     setting = Setting(arguments.dtype, arguments.device, arguments.ids, threads, arguments.seed)
-    providers = choose_providers(op, [name.strip() for name in arguments.impl.split(",")], arguments.peers)
+    providers = choose_providers(op, [name.strip() for name in arguments.impl.split(",")], arguments.peers, arguments.device)
     origin = report.provenance(setting, ["python", "-m", "bench", *map(shlex.quote, argv)])
-    run(Plan(op, providers, base, shapes, setting, Effort(arguments.runs, arguments.seconds)), arguments.out, origin)
+    effort, cold = Effort(arguments.runs, arguments.seconds), arguments.device != "cpu"
+    run(Plan(op, providers, base, shapes, setting, effort, cold), arguments.out, origin)
     return 0
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name
+from bench.case import Inputs, Op, Prepared, Shape, by_name
+from bench.impls import implementations
 from bench.inputs import token_ids
 from bench.peers import embedding_table
 from kernels.binary_code import binary_code_embedding
@@ -30,5 +31,6 @@ OP = Op(
     inputs=inputs,
     output_axes=("T", "d"),
     differentiable=False,
-    providers=by_name(Provider("naive", ours("naive")), Provider("eager", ours("eager")), embedding_table("like")),
+    papers=({"T": 32768, "V": 49152, "d": 2048}, {"T": 32768, "V": 262144, "d": 2048}),
+    providers=by_name(*implementations("binary_code", ours), embedding_table("like")),
 )

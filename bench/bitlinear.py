@@ -3,6 +3,7 @@
 import torch
 
 from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name, leaf
+from bench.impls import implementations
 from kernels.bitlinear import bit_linear
 
 
@@ -39,8 +40,7 @@ OP = Op(
     inputs=inputs,
     output_axes=("T", "N"),
     providers=by_name(
-        Provider("naive", ours("naive")),
-        Provider("eager", ours("eager")),
+        *implementations("bitlinear", ours),
         Provider("F.linear", float_linear, same_function=False, peer=True),
     ),
 )

@@ -51,7 +51,7 @@ class Provider:
     same_function  whether it computes the op's function (then the gate compares it with naive in fp64); a layer that the op
                    replaces, such as nn.Embedding, computes another function of the same shape
     peer           whether it runs only with --peers
-    missing        returns "" when the provider can run here, else one line that says what to install
+    missing        device -> "" when the provider can run there, else one line that says why not, and what to install
     needs          shape -> bytes it needs at its peak in fp32 (roughly), so that a shape that does not fit is skipped
     """
 
@@ -59,7 +59,7 @@ class Provider:
     build: Callable[[Inputs, Shape], Prepared]
     same_function: bool = True
     peer: bool = False
-    missing: Callable[[], str] = lambda: ""
+    missing: Callable[[str], str] = lambda device: ""
     needs: Callable[[Shape], int] = lambda shape: 0
 
 
@@ -74,6 +74,9 @@ class Op:
     output_axes  the axes of the output (none for a scalar)
     fixed        names of floating inputs that keep fp32 whatever the dtype
     slack        rms error that the gate allows on top of three times naive's, in units of the dtype's epsilon
+    papers       shapes that the papers train with, timed on a GPU (``python -m bench.gpu``)
+    gathered     names of inputs [V, ...] of which a call reads the rows of its T ids at most
+    flops        (shape, direction) -> floating-point operations of the matrix products it cannot do without
     """
 
     name: str
@@ -87,6 +90,9 @@ class Op:
     differentiable: bool = True
     fixed: tuple[str, ...] = ()
     slack: float = 2.0
+    papers: tuple[Shape, ...] = ()
+    gathered: tuple[str, ...] = ()
+    flops: Callable[[Shape, str], int] = lambda shape, direction: 0
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -98,8 +104,25 @@ class Op:
         return {name: self.place(name, tensor, setting.device, setting.torch_dtype) for name, tensor in tensors.items()}
 
     def place(self, name: str, tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
-        cast = tensor.is_floating_point() and name not in self.fixed
-        return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+        return tensor.to(device=device, dtype=dtype if self.is_model_tensor(name, tensor) else tensor.dtype)
+
+    def is_model_tensor(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether an input follows the dtype (and has a gradient, where the op has any)."""
+        return tensor.is_floating_point() and name not in self.fixed
+
+    def least_bytes(self, inputs: Inputs, output: torch.Tensor, direction: str) -> int:
+        """Bytes that no implementation can avoid to move: each input read once, each result written once."""
+        read = sum(self.bytes_read(name, inputs) for name in inputs)
+        if direction == FORWARD:
+            return read + output.nbytes
+        gradients = sum(tensor.nbytes for name, tensor in inputs.items() if self.is_model_tensor(name, tensor))
+        return read + 2 * output.nbytes + gradients
+
+    def bytes_read(self, name: str, inputs: Inputs) -> int:
+        tensor = inputs[name]
+        if name not in self.gathered:
+            return tensor.nbytes
+        return min(tensor.shape[0], inputs["ids"].numel()) * tensor[:1].nbytes
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import torch
 
 from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name, leaf
+from bench.impls import implementations
 from bench.inputs import packed_codes, token_ids
 from kernels.code_loss import code_cross_entropy
 from kernels.sign_code import unpack_sign_codes
@@ -29,7 +30,7 @@ def ours(impl: str):
     return build
 
 
-def torch_missing() -> str:
+def torch_missing(device: str) -> str:
     there = hasattr(torch.nn.functional, "linear_cross_entropy")
     return "" if there else "this torch has none; to include it: pip install 'torch>=2.13'"
 
@@ -61,8 +62,7 @@ OP = Op(
     inputs=inputs,
     fixed=("prior",),
     providers=by_name(
-        Provider("naive", ours("naive"), needs=lambda s: 4 * 4 * s["T"] * s["V"] + 2 * 4 * s["V"] * s["K"]),
-        Provider("eager", ours("eager")),
+        *implementations("code_loss", ours, naive_needs=lambda s: 4 * 4 * s["T"] * s["V"] + 2 * 4 * s["V"] * s["K"]),
         Provider(
             "linear_cross_entropy", linear_cross_entropy, peer=True, missing=torch_missing, needs=lambda s: 3 * 4 * s["V"] * s["K"]
         ),

@@ -3,7 +3,8 @@
 After a warm-up of every provider, round after round runs A B C A B C ...; a slow minute then slows each provider's run of that
 round. Reported are the 20th, 50th and 80th percentile of the wall time of single calls (rows also keep the least, for a machine
 that is never quiet). Directions: ``forward`` runs under no_grad (inference); ``forward+backward`` is a training step's part, with
-a fixed output gradient and the leaves' old gradients freed before the clock starts.
+a fixed output gradient and the leaves' old gradients freed before the clock starts. On a GPU the time lies between two events on an
+idle stream: launches and kernels, over inputs that stay in the cache where they fit (``cold.py`` times without either).
 
 With more than one thread on a CPU that others use too, OpenMP's spinning threads lose a scheduler slice (milliseconds) at the end
 of every parallel region, which hurts ops of many short regions most: one call can take seven times as long. There, either run with
@@ -65,20 +66,31 @@ def drop_gradients(prepared: Prepared) -> None:
 
 
 def stopwatch(prepared: Prepared, direction: str, gradient: torch.Tensor) -> Callable[[], float]:
-    """A function that runs one call and returns its wall time in seconds."""
-    synchronize = torch.cuda.synchronize if gradient.is_cuda else lambda: None
+    """A function that runs one call and returns its time in seconds."""
 
     def timed() -> float:
         drop_gradients(prepared)
-        synchronize()
-        start = time.perf_counter()
-        output = run_once(prepared, direction, gradient)
-        synchronize()
-        elapsed = time.perf_counter() - start
-        del output  # only after the clock has stopped
-        return elapsed
+        return seconds_of(lambda: run_once(prepared, direction, gradient), gradient.device)
 
     return timed
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``call`` takes: wall time, and on a GPU the time between two events with nothing queued before."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        result = call()
+        elapsed = time.perf_counter() - start
+        del result  # only after the clock has stopped
+        return elapsed
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    result = call()
+    end.record()
+    end.synchronize()
+    del result
+    return start.elapsed_time(end) / 1e3
 
 
 def interleave(calls: Mapping[str, Callable[[], float]], effort: Effort) -> dict[str, list[float]]:

@@ -1,9 +1,9 @@
 """The gate: no speed is reported for an op whose result is wrong.
 
-Every provider that computes the op's function runs at the op's small shape, forward and backward, and is compared with ``naive`` in
-fp64 on the same (already rounded) inputs. The tolerance is three-way: at most three times the error of ``naive`` in the provider's
-own dtype, plus a slack of a few units of that dtype's epsilon. Both the root-mean-square and the largest error must hold: the
-first notices small errors everywhere, the second a few wrong elements.
+Every provider that computes the op's function runs at the op's small shape (``python -m bench.gpu``: at the timed one too), forward
+and backward, and is compared with ``naive`` in fp64 on the same (already rounded) inputs. The tolerance is three-way: at most three
+times the error of ``naive`` in the provider's own dtype, plus a slack of a few units of that dtype's epsilon. Both the
+root-mean-square and the largest error must hold: the first notices small errors everywhere, the second a few wrong elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.case import FORWARD, FORWARD_BACKWARD, Inputs, Op, Provider, Setting
+from bench.case import FORWARD, FORWARD_BACKWARD, Inputs, Op, Provider, Setting, Shape
 from bench.frame import output_gradient, run_once
 from models.errors import UserError
 
@@ -29,18 +29,20 @@ class GateError(UserError):
     """A provider's result is wrong; nothing was timed."""
 
 
-def check(op: Op, providers: Sequence[Provider], setting: Setting) -> dict[str, dict[str, Errors]]:
+def check(op: Op, providers: Sequence[Provider], setting: Setting, shape: Shape | None = None) -> dict[str, dict[str, Errors]]:
     """Compare ``providers`` with naive in fp64; return provider -> direction -> worst errors over output and gradients.
 
-    Providers that compute another function are only checked for their output's shape and get no error. Raises GateError.
+    At the op's small shape unless another is given. Providers that compute another function are only checked for their output's
+    shape and get no error. Raises GateError.
     """
-    inputs = op.make_inputs(op.small, setting)
+    shape = op.small if shape is None else shape
+    inputs = op.make_inputs(shape, setting)
     exact = {name: op.place(name, tensor, setting.device, torch.float64) for name, tensor in inputs.items()}
-    truth = results(op, op.providers["naive"], exact, setting)
-    plain = results(op, op.providers["naive"], inputs, setting)
+    truth = results(op, op.providers["naive"], exact, setting, shape)
+    plain = results(op, op.providers["naive"], inputs, setting, shape)
     found: dict[str, dict[str, Errors]] = {}
     for provider in providers:
-        ours = results(op, provider, inputs, setting)
+        ours = results(op, provider, inputs, setting, shape)
         found[provider.name] = compare(op, provider, ours, plain, truth, setting) if provider.same_function else {}
     return found
 
@@ -69,9 +71,9 @@ def compare(
     return {direction: worst[direction] for direction in op.directions}
 
 
-def results(op: Op, provider: Provider, inputs: Inputs, setting: Setting) -> dict[str, torch.Tensor]:
-    """The output, and the gradient of every leaf, at the small shape. Raises GateError for an output of another shape."""
-    prepared, gradient = provider.build(inputs, op.small), output_gradient(op, op.small, setting)
+def results(op: Op, provider: Provider, inputs: Inputs, setting: Setting, shape: Shape) -> dict[str, torch.Tensor]:
+    """The output, and the gradient of every leaf. Raises GateError for an output of another shape."""
+    prepared, gradient = provider.build(inputs, shape), output_gradient(op, shape, setting)
     output = run_once(prepared, FORWARD, gradient)
     if output.shape != gradient.shape:
         raise GateError(

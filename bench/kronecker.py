@@ -3,6 +3,7 @@
 import torch
 
 from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name, leaf
+from bench.impls import implementations
 from bench.inputs import token_bytes, token_ids
 from bench.peers import embedding_table, needs_package
 from kernels.kronecker import kronecker_embedding
@@ -57,9 +58,10 @@ OP = Op(
     sweeps={"T": (64, 256, 1024, 4096), "V": (4096, 16384, 50257, 131072)},
     inputs=inputs,
     output_axes=("T", "d"),
+    papers=tuple({"T": tokens, "V": 50257, "d": 768, "P": positions} for tokens in (32768, 8192) for positions in (16, 32)),
+    gathered=("token_bytes", "lengths"),
     providers=by_name(
-        Provider("naive", ours("naive"), needs=lambda s: codec_bytes(s["T"], s)),
-        Provider("eager", ours("eager")),
+        *implementations("kronecker", ours, naive_needs=lambda s: codec_bytes(s["T"], s)),
         Provider("package dynamic", package("dynamic"), peer=True, missing=PACKAGE_MISSING, needs=lambda s: codec_bytes(s["T"], s)),
         Provider("package cached", package("cached"), peer=True, missing=PACKAGE_MISSING, needs=lambda s: codec_bytes(s["V"], s)),
         embedding_table("weight"),

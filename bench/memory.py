@@ -53,8 +53,10 @@ def proc_bytes(path: Path, field: str) -> int:
     raise OSError(f"{path} has no field {field}")
 
 
-def available_bytes() -> int | None:
-    """Memory that the machine can still give without swapping; None where it does not say (not Linux)."""
+def available_bytes(device: str) -> int | None:
+    """Memory that ``device`` can still give (a CPU without swapping); None where it does not say (not Linux)."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
     return proc_bytes(MEMINFO, "MemAvailable") if MEMINFO.exists() else None
 
 
@@ -109,9 +111,16 @@ def run_child(request: dict) -> list[Found]:
 
 
 def measure_here(
-    op: Op, provider: Provider, shapes: Sequence[Shape], directions: Sequence[str], setting: Setting, peak: Peak
+    op: Op,
+    provider: Provider,
+    shapes: Sequence[Shape],
+    directions: Sequence[str],
+    setting: Setting,
+    peak: Peak,
+    warm: Shape | None = None,
 ) -> list[Found]:
-    """Measure in this process, each call's peak by ``peak``."""
+    """Measure in this process, each call's peak by ``peak``, after a call at ``warm`` (the op's small shape)."""
+
     def at(shape: Shape, measured: Peak) -> Found:
         prepared, gradient = provider.build(op.make_inputs(shape, setting), shape), output_gradient(op, shape, setting)
         found: Found = {}
@@ -120,7 +129,7 @@ def measure_here(
             found[direction] = measured(partial(run_once, prepared, direction, gradient))
         return found
 
-    at(op.small, lambda call: call() is None)  # warm-up
+    at(op.small if warm is None else warm, lambda call: call() is None)
     return [at(shape, peak) for shape in shapes]
 
 

@@ -8,9 +8,9 @@ import torch
 from bench.case import Inputs, Prepared, Provider, Shape, leaf
 
 
-def needs_package(module: str, install: str) -> Callable[[], str]:
+def needs_package(module: str, install: str) -> Callable[[str], str]:
     """A ``missing`` for a peer that lives in another package: what to install, or "" when it is there."""
-    return lambda: "" if importlib.util.find_spec(module) else f"not installed; to include it: {install}"
+    return lambda device: "" if importlib.util.find_spec(module) else f"not installed; to include it: {install}"
 
 
 def embedding_table(like: str) -> Provider:
@@ -18,7 +18,9 @@ def embedding_table(like: str) -> Provider:
 
     def build(tensors: Inputs, shape: Shape) -> Prepared:
         ids, model = tensors["ids"], tensors[like]
-        weight = leaf(torch.empty(shape["V"], shape["d"], dtype=model.dtype, device=model.device).normal_(std=0.02))
+        noise = torch.Generator(model.device).manual_seed(0)
+        table = torch.empty(shape["V"], shape["d"], dtype=model.dtype, device=model.device)
+        weight = leaf(table.normal_(std=0.02, generator=noise))
         return Prepared(lambda: torch.nn.functional.embedding(ids, weight), {"table": weight})
 
     return Provider("nn.Embedding", build, same_function=False, peer=True, needs=lambda s: 3 * 4 * s["V"] * s["d"])

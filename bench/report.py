@@ -5,12 +5,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
 from bench.case import Setting, Shape
+from bench.cold import Cold
 from bench.frame import Timing
 from bench.gate import Errors
 from bench.memory import MB
@@ -18,10 +20,23 @@ from bench.memory import MB
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
     *("op", "provider", "shape", "dtype", "direction", "ms_min", "ms_p20", "ms_p50", "ms_p80", "runs"),
-    *("extra_mb", "held_mb", "rms_error", "max_error", "ids", "device", "threads", "omp_wait_policy", "torch", "triton", "python"),
+    *("cold_ms_p20", "cold_ms_p50", "cold_ms_p80", "cold_copies", "cold_problem", "least_mb", "extra_mb", "held_mb"),
+    *("rms_error", "max_error", "ids", "device", "threads", "omp_wait_policy", "torch", "triton", "python"),
     *("git_commit", "git_dirty", "utc", "command"),
 )
-HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "speed-up", "extra MB", "held MB", "rms error")
+HEADER = ("provider", "p20 ms", "p50 ms", "p80 ms", "cold ms", "speed-up", "extra MB", "held MB", "rms error")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one provider at one shape in one direction; bytes, and None for what was not measured."""
+
+    timing: Timing
+    cold: Cold | None
+    least_bytes: int
+    extra_bytes: int | None
+    held_bytes: int
+    error: Errors | None
 
 
 def provenance(setting: Setting, command: Sequence[str]) -> dict:
@@ -76,18 +91,26 @@ def make_row(
     shape: Shape,
     setting: Setting,
     direction: str,
-    timing: Timing,
-    extra_bytes: int | None,
-    held_bytes: int,
-    error: Errors | None,
+    measured: Measured,
     origin: Mapping,
 ) -> dict:
-    """One result, keyed as FIELDS: milliseconds, MB of 10^6 bytes, errors against naive in fp64 (None: not comparable)."""
-    times = {"ms_min": timing.least, "ms_p20": timing.p20, "ms_p50": timing.p50, "ms_p80": timing.p80, "runs": timing.runs}
-    memory = {"extra_mb": None if extra_bytes is None else round(extra_bytes / MB, 3), "held_mb": round(held_bytes / MB, 3)}
-    errors = {"rms_error": error and error.rms, "max_error": error and error.largest}
+    """One result, keyed as FIELDS: milliseconds, MB of 10^6 bytes, errors against naive in fp64 (None: not comparable).
+
+    ``cold_``: over rotated inputs (bench/cold.py); ``least_mb``: what the op must move at least.
+    """
     row = {"op": op, "provider": provider, "shape": dict(shape), "dtype": setting.dtype, "direction": direction}
-    return row | {k: round(v, 5) for k, v in times.items()} | memory | errors | dict(origin)
+    timing, error = measured.timing, measured.error
+    times = {"ms_min": timing.least, "ms_p20": timing.p20, "ms_p50": timing.p50, "ms_p80": timing.p80, "runs": timing.runs}
+    sizes = {"least": measured.least_bytes, "extra": measured.extra_bytes, "held": measured.held_bytes}
+    memory = {f"{name}_mb": None if size is None else round(size / MB, 3) for name, size in sizes.items()}
+    errors = {"rms_error": error and error.rms, "max_error": error and error.largest}
+    return row | {k: round(v, 5) for k, v in times.items()} | cold_fields(measured.cold) | memory | errors | dict(origin)
+
+
+def cold_fields(cold: Cold | None) -> dict:
+    timing = cold and cold.timing
+    times = {f"cold_ms_{name}": round(getattr(timing, name), 5) if timing else None for name in ("p20", "p50", "p80")}
+    return times | {"cold_copies": cold and cold.copies, "cold_problem": cold and (cold.problem or None)}
 
 
 def append_rows(path: Path, rows: Sequence[dict]) -> None:
@@ -113,7 +136,7 @@ def table(rows: Sequence[dict]) -> str:
 def table_cells(row: dict, first: dict) -> tuple[str, ...]:
     extra = "-" if row["extra_mb"] is None else f"{row['extra_mb']:.1f}"
     error = "-" if row["rms_error"] is None else f"{row['rms_error']:.1e}" if row["rms_error"] else "0"
-    times = [f"{row[key]:.4g}" for key in ("ms_p20", "ms_p50", "ms_p80")]
+    times = ["-" if row[key] is None else f"{row[key]:.4g}" for key in ("ms_p20", "ms_p50", "ms_p80", "cold_ms_p50")]
     return (row["provider"], *times, f"{first['ms_p50'] / row['ms_p50']:.2f}x", extra, f"{row['held_mb']:.1f}", error)
 
 

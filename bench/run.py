@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench import gate, memory, plots, report
 from bench.case import Op, Provider, Setting, Shape
+from bench.cold import time_cold
 from bench.frame import Effort, interleave, output_gradient, stopwatch, summarise
 from models.errors import UsageError, unknown_name
 
@@ -23,18 +24,24 @@ class Plan:
     shapes: Sequence[Shape]
     setting: Setting
     effort: Effort
+    cold: bool = False  # also time over rotated inputs (bench/cold.py)
 
 
-def choose_providers(op: Op, names: Sequence[str], peers: bool) -> list[Provider]:
-    """The providers named, then, with ``peers``, every peer that can run here (each missing one is said). Raises UsageError."""
+def choose_providers(op: Op, names: Sequence[str], peers: bool, device: str) -> list[Provider]:
+    """The providers named, then, with ``peers``, every peer that can run on ``device`` (each missing one is said).
+
+    Raises UsageError for a name that is unknown or cannot run there.
+    """
     own = {name: provider for name, provider in op.providers.items() if not provider.peer}
     for name in names:
         if name not in own:
             raise UsageError(unknown_name(f"implementation of {op.name}", name, own))
+        if reason := own[name].missing(device):
+            raise UsageError(f"{op.name} {name} cannot run here: {reason}")
     chosen = [own[name] for name in dict.fromkeys(names)]
     for provider in op.providers.values():
         if peers and provider.peer:
-            reason = provider.missing()
+            reason = provider.missing(device)
             if reason:
                 print(f"skipping peer {provider.name}: {reason}")
             else:
@@ -49,9 +56,9 @@ def sweep_shapes(base: Shape, sweeps: Mapping[str, Sequence[int]]) -> list[Shape
     return [unique[key] for key in sorted(unique)]
 
 
-def fitting(providers: Sequence[Provider], shape: Shape) -> list[Provider]:
+def fitting(providers: Sequence[Provider], shape: Shape, device: str) -> list[Provider]:
     """The providers whose rough need fits into the memory available now; each other one is said."""
-    available = memory.available_bytes()
+    available = memory.available_bytes(device)
     if available is None:
         return list(providers)
     fits = [provider for provider in providers if provider.needs(shape) <= ROOM * available]
@@ -62,9 +69,9 @@ def fitting(providers: Sequence[Provider], shape: Shape) -> list[Provider]:
     return fits
 
 
-def measure_memory(plan: Plan, fits: Sequence[Sequence[Provider]]) -> dict[tuple, int | None]:
-    """(provider, shape's position, direction) -> extra bytes or None, one fresh process per provider."""
-    found = {}
+def measure_memory(plan: Plan, fits: Sequence[Sequence[Provider]]) -> list[dict[tuple, int | None]]:
+    """For each shape: (provider, direction) -> extra bytes or None, one fresh process per provider."""
+    found: list[dict] = [{} for _ in plan.shapes]
     for provider in plan.providers:
         places = [i for i, its in enumerate(fits) if provider in its]
         shapes = [plan.shapes[i] for i in places]
@@ -72,21 +79,28 @@ def measure_memory(plan: Plan, fits: Sequence[Sequence[Provider]]) -> dict[tuple
             print(f"measuring the memory of {provider.name}", file=sys.stderr)
         rows = memory.measure(plan.op.name, provider.name, shapes, plan.op.directions, plan.setting)
         for i, row in zip(places, rows, strict=True):
-            found |= {(provider.name, i, direction): extra for direction, extra in row.items()}
-    if None in found.values():
+            found[i] |= {(provider.name, direction): extra for direction, extra in row.items()}
+    if any(None in row.values() for row in found):
         print("extra memory is not measured: it needs Linux and a writable /proc/self/clear_refs")
     return found
 
 
-def time_shape(plan: Plan, providers: Sequence[Provider], shape: Shape) -> dict[tuple[str, str], tuple]:
-    """(provider, direction) -> (timing, bytes held), the providers taking turns."""
-    gradient, inputs = output_gradient(plan.op, shape, plan.setting), plan.op.make_inputs(shape, plan.setting)
+def measure_shape(
+    plan: Plan, providers: Sequence[Provider], shape: Shape, extra: Mapping[tuple, int | None], errors: Mapping[str, Mapping]
+) -> dict[tuple[str, str], report.Measured]:
+    """(provider, direction) -> what was measured, the providers taking turns; ``extra`` and ``errors`` are known already."""
+    op = plan.op
+    cold = time_cold(op, providers, shape, plan.setting, plan.effort) if plan.cold else {}
+    gradient, inputs = output_gradient(op, shape, plan.setting), op.make_inputs(shape, plan.setting)
     prepared = {provider.name: provider.build(inputs, shape) for provider in providers}
     found = {}
-    for direction in plan.op.directions:
+    for direction in op.directions:
+        least = op.least_bytes(inputs, gradient, direction)
         calls = {name: stopwatch(one, direction, gradient) for name, one in prepared.items()}
         for name, seconds in interleave(calls, plan.effort).items():
-            found[name, direction] = summarise(seconds), prepared[name].held_bytes()
+            key = name, direction
+            known = extra[key], prepared[name].held_bytes(), errors[name].get(direction)
+            found[key] = report.Measured(summarise(seconds), cold.get(key), least, *known)
     return found
 
 
@@ -97,18 +111,13 @@ def run(plan: Plan, out: Path, origin: Mapping) -> list[dict]:
     names = ", ".join(provider.name for provider in plan.providers)
     print(f"{op.name}: {names} on {origin['device']}, {report.threads(setting.threads)}, {setting.dtype}")
     print("errors are against naive in fp64 at " + report.shape_text(op.small), flush=True)
-    fits = [fitting(plan.providers, shape) for shape in plan.shapes]
+    fits = [fitting(plan.providers, shape, setting.device) for shape in plan.shapes]
     extra = measure_memory(plan, fits)
     rows_path, picture = out / f"{op.name}.jsonl", out / f"{op.name}.png"
     rows = []
     for i, (shape, providers) in enumerate(zip(plan.shapes, fits, strict=True)):
-        new = [
-            report.make_row(
-                *(op.name, name, shape, setting, direction, timing, extra[name, i, direction], held),
-                *(errors[name].get(direction), origin),
-            )
-            for (name, direction), (timing, held) in time_shape(plan, providers, shape).items()
-        ]
+        measured = measure_shape(plan, providers, shape, extra[i], errors)
+        new = [report.make_row(op.name, name, shape, setting, way, one, origin) for (name, way), one in measured.items()]
         print(f"\n{op.name} {report.shape_text(shape)}\n{report.table(new)}", flush=True)
         report.append_rows(rows_path, new)
         rows += new

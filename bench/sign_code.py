@@ -2,7 +2,8 @@
 
 import torch
 
-from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name, leaf
+from bench.case import FORWARD, Inputs, Op, Prepared, Provider, Shape, by_name, leaf
+from bench.impls import implementations
 from bench.inputs import packed_codes, token_ids
 from bench.peers import embedding_table
 from kernels.sign_code import sign_code_embedding, unpack_sign_codes
@@ -39,9 +40,11 @@ OP = Op(
     sweeps={"T": (256, 1024, 4096, 16384), "V": (4096, 16384, 49152, 262144)},
     inputs=inputs,
     output_axes=("T", "d"),
+    papers=({"T": 32768, "V": 262144, "K": 512, "d": 640},),
+    gathered=("codes",),
+    flops=lambda s, direction: 2 * s["T"] * s["K"] * s["d"] * (1 if direction == FORWARD else 2),
     providers=by_name(
-        Provider("naive", ours("naive"), needs=lambda s: 3 * 4 * s["V"] * s["K"]),
-        Provider("eager", ours("eager")),
+        *implementations("sign_code", ours, naive_needs=lambda s: 3 * 4 * s["V"] * s["K"]),
         Provider("unpacked codes", unpacked, peer=True, needs=lambda s: 3 * 4 * s["V"] * s["K"]),
         embedding_table("weight"),
     ),

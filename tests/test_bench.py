@@ -9,11 +9,12 @@ import torch
 from conftest import ROOT
 
 from bench import __main__ as command
-from bench import case, frame, gate, memory, ops, plots, report, run
+from bench import case, cold, frame, gate, impls, memory, ops, plots, report, run
 from bench.inputs import packed_codes, token_bytes, token_ids
 from models.errors import UsageError
 
 SETTING = case.Setting(threads=1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PNG = b"\x89PNG\r\n"
 
 
@@ -178,8 +179,9 @@ def test_held_memory_counts_a_shared_storage_once_and_no_activations():
 def rows_of(op: case.Op, extra: int | None = 10**6) -> list[dict]:
     origin = report.provenance(SETTING, ["python", "-m", "bench", "planted"])
     timing = frame.summarise([0.001, 0.002, 0.004])
+    measured = report.Measured(timing, cold.Cold(timing, 2), 10**6, extra, 500, gate.Errors(1e-7, 3e-7))
     return [
-        report.make_row("planted", provider, shape, SETTING, direction, timing, extra, 500, gate.Errors(1e-7, 3e-7), origin)
+        report.make_row("planted", provider, shape, SETTING, direction, measured, origin)
         for shape in run.sweep_shapes(op.default, op.sweeps)
         for direction in op.directions
         for provider in ("naive", "eager")
@@ -222,19 +224,39 @@ def test_a_single_shape_draws_nothing(tmp_path):
 
 
 def test_a_provider_that_does_not_fit_is_skipped_and_said(capsys, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 10**9)
     small, big = case.Provider("small", lookup()), case.Provider("big", lookup(), needs=lambda shape: 10**9 * shape["T"])
-    assert run.fitting([small, big], {"T": 2}) == [small]
+    assert run.fitting([small, big], {"T": 2}, "cpu") == [small]
     assert "skipping big at T=2: needs about 2.0 GB, 1.0 GB are available" in capsys.readouterr().out
 
 
 def test_missing_peers_are_said_and_skipped(capsys):
-    missing = case.Provider("other", lookup(), peer=True, missing=lambda: "not installed; to include it: pip install other")
+    missing = case.Provider("other", lookup(), peer=True, missing=lambda device: "not installed; to include it: pip install other")
     there = case.Provider("there", lookup(), peer=True)
     op = planted(missing, there)
-    assert [p.name for p in run.choose_providers(op, ["naive"], peers=True)] == ["naive", "there"]
+    assert [p.name for p in run.choose_providers(op, ["naive"], True, "cpu")] == ["naive", "there"]
     assert capsys.readouterr().out == "skipping peer other: not installed; to include it: pip install other\n"
-    assert [p.name for p in run.choose_providers(op, ["naive"], peers=False)] == ["naive"]
+    assert [p.name for p in run.choose_providers(op, ["naive"], False, "cpu")] == ["naive"]
+
+
+def test_fused_says_why_it_cannot_run(monkeypatch):
+    op = case.load_op("binary_code")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert [p.name for p in run.choose_providers(op, ["fused"], False, "cpu")] == ["fused"]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UsageError, match="binary_code fused cannot run here: the tensors are on cpu.*TRITON_INTERPRET=1"):
+        run.choose_providers(op, ["fused"], False, "cpu")
+    monkeypatch.setattr("kernels.binary_code.AVAILABLE", ("naive", "eager"))
+    assert impls.fused_missing("binary_code", "cpu") == "kernels.binary_code has no fused implementation"
+
+
+@pytest.mark.parametrize("name", ops.OPS)
+def test_the_compiled_provider_computes_what_naive_does(name, monkeypatch):
+    op, real = case.load_op(name), torch.compile
+    assert "GPUs only" in op.providers[impls.COMPILED].missing("cpu") and not op.providers[impls.COMPILED].missing("cuda")
+    monkeypatch.setattr(torch, "compile", lambda call: real(call, backend="eager"))  # captured as for a GPU, then run as it is
+    found = gate.check(op, [op.providers[impls.COMPILED]], SETTING)
+    assert set(found[impls.COMPILED]) == set(op.directions)
 
 
 def test_command_refuses_to_time_a_wrong_op(monkeypatch, tmp_path):
@@ -294,8 +316,8 @@ def test_command_knows_every_op_and_axis():
 @pytest.mark.parametrize("name", ops.OPS)
 def test_every_op_passes_its_gate_with_every_peer_installed_here(name, dtype):
     op = case.load_op(name)
-    providers = [provider for provider in op.providers.values() if not provider.missing()]
-    found = gate.check(op, providers, case.Setting(dtype=dtype))
+    providers = [provider for provider in op.providers.values() if not provider.missing(DEVICE)]
+    found = gate.check(op, providers, case.Setting(dtype=dtype, device=DEVICE))
     assert all(set(found[p.name]) == (set(op.directions) if p.same_function else set()) for p in providers)
 
 
