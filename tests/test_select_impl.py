@@ -13,7 +13,7 @@ from models.errors import UsageError
 from models.ops import OPS, check_impl, describe_ops, op_impl, ops_of
 from models.settings import ArmSettings
 
-FUSED = ["binary_code", "kronecker"]  # the ops with a Triton kernel
+FUSED = ["binary_code", "kronecker", "sign_code"]  # the ops with a Triton kernel
 ALL = ("naive", "eager", "fused")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -16,7 +16,7 @@ from models.training.progress import read_metrics
 from runs import train
 
 ROOT = Path(__file__).resolve().parent.parent
-INTERFACES = ["binary", "gf2", "kron"]  # those whose op has a Triton kernel
+INTERFACES = ["binary", "gf2", "kron", "sign"]  # those whose op has a Triton kernel
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is nothing to refuse")
 
 

@@ -12,6 +12,9 @@ from kernels.launch import Launch
 from models.errors import UserError
 
 
+_compiled: dict[tuple, "Compiled"] = {}
+
+
 class CannotCompile(RuntimeError):
     """This Triton cannot compile the kernel for the target; the message is its first line."""
 
@@ -76,9 +79,16 @@ def source(launch: Launch, target: str) -> tuple[Any, dict[str, Any]]:
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
     """Compile and disassemble a launch. Raises CannotCompile when this Triton refuses the kernel on the target."""
+    ast, options = source(launch, target)
+    key = ast.hash(), str(sorted(options.items(), key=str)), target
+    if key not in _compiled:  # the launches of a case repeat a kernel with other sizes
+        _compiled[key] = _compile(launch, ast, options, target)
+    return _compiled[key]
+
+
+def _compile(launch: Launch, ast: Any, options: dict[str, Any], target: str) -> Compiled:
     import triton
 
-    ast, options = source(launch, target)
     try:
         kernel = triton.compile(ast, target=gpu_target(target), options=options)
     except Exception as error:  # the compiler's passes raise many kinds, up to a bare RuntimeError("PassManager::run failed")

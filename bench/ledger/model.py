@@ -1,5 +1,6 @@
 """The modelled time of one launch: what each resource of the chip needs for it, and the largest of these."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ def family(instruction: Instruction) -> str:
     return "group" if instruction.opcode in ("HGMMA", "IGMMA", "QGMMA", "BGMMA") else "warp"
 
 
+@functools.cache
 def body_of(compiled: Compiled) -> Body:
     machine = isa(compiled.target)
     return main_body(machine.parse(compiled.assembly), machine.is_matrix, machine.is_wait, machine.is_work)

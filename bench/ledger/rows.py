@@ -121,5 +121,9 @@ def make_rows(todo: Sequence[tuple], processes: int) -> list[dict]:
         made = [case_row(*job) for job in todo]
     else:
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            made = list(pool.map(case_row, *zip(*todo, strict=True)))
+            # Jobs of one op and target go to one process, which compiles what they share once.
+            together = sorted(todo, key=lambda job: (job[0], job[2]))
+            chunk = max(1, len(todo) // (4 * processes))
+            done = dict(zip(together, pool.map(case_row, *zip(*together, strict=True), chunksize=chunk), strict=True))
+        made = [done[job] for job in todo]
     return [row for row in made if row is not None]

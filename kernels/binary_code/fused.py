@@ -79,7 +79,8 @@ def _patterns(scale: str, dtype: torch.dtype) -> list[int]:
 def _blocks(target: str, width: int, itemsize: int) -> tuple[int, int]:
     """Rows and columns of one program: 16 KiB of output, in 16-byte stores of at least one warp's length (512 bytes) a row.
 
-    Twice that spills registers on sm_90. Columns are as many as four warps write at once, fewer when that lets the blocks divide the width.
+    Twice that spills registers on sm_90. Columns are as many as four warps write at once, fewer when that lets the blocks divide
+    the width.
     """
     warp = 512 // itemsize
     columns = min(triton.next_power_of_2(width), 4 * warp)
