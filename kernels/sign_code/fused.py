@@ -5,8 +5,8 @@ is read once per program. Codes longer than 512 bits, and AMD's matrix instructi
 weight in pieces per tile.
 
 Backward, codes^T g: the tokens are the depth, so ``transpose_codes`` first writes the bits of the tokens at hand with the tokens
-along the words (T * K / 8 bytes); then each program sums all K rows of some columns over its share of the tokens in registers,
-which reads g once, and ``reduce_splits`` adds the shares in fixed order. Shares are a function of shape and target: results never vary.
+along the words; then each program sums all K rows of some columns over its share of the tokens in registers (g is read once), and
+``reduce_splits`` adds the shares in fixed order. Shares are a function of shape and target, so that results never vary.
 
 fp32 weights and gradients are split into three bf16 parts whose sum is exact; codes are +-1, so every product is exact and only the
 fp32 additions round. An infinity or NaN gives the infinity or NaN that plain PyTorch gives.
@@ -24,7 +24,7 @@ from kernels.launch import INTERPRETER, launch, target_of
 from . import fused_kernels as kernels
 
 _LONGEST = 512  # bits whose columns of the weight stay in shared memory, and rows of the gradient that one program sums
-_SLICES = 8  # tokens to an int16 word of the transposed codes
+_SLICES = 8  # tokens to an int16 word of the transposed codes (the other eight bits are clear)
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,26 @@ def lift_rows_of_long_codes(
 
 
 @triton.jit
+def _swapped(words, BLOCK: tl.constexpr, LOW: tl.constexpr):
+    """Eight int32 tensors with the high blocks of ``BLOCK`` bits of one exchanged for the low blocks (LOW) of the one BLOCK on."""
+    swapped = ()
+    for s in tl.static_range(8):
+        if s & BLOCK == 0:
+            moved = ((words[s] >> BLOCK) ^ words[s + BLOCK]) & LOW
+            swapped = swapped + (words[s] ^ (moved << BLOCK),)
+        else:
+            moved = ((words[s - BLOCK] >> BLOCK) ^ words[s]) & LOW
+            swapped = swapped + (words[s] ^ moved,)
+    return swapped
+
+
+@triton.jit
+def _transposed_bytes(words):
+    """Eight int32 tensors: bit s of a byte of result i is bit i of that byte of ``words[s]`` (Warren, Hacker's Delight, 7-3)."""
+    return _swapped(_swapped(_swapped(words, 4, 0x0F0F0F0F), 2, 0x33333333), 1, 0x55555555)
+
+
+@triton.jit
 def transpose_codes(
     ids,
     codes,
@@ -220,7 +240,7 @@ def transpose_codes(
     """For one tile of SLICES * DEPTH tokens and ``BLOCK_W`` of the COUNT int32 words: the same bits, the tokens along the words.
 
     planes int16 [tiles, padded, DEPTH]: bit s of planes[i, k, t] is code k of token (i * SLICES + s) * DEPTH + t. ``live`` int16
-    [tiles, DEPTH] says in the same way which tokens exist and have a row of codes. Bits b and b + 16 of a word move together.
+    [tiles, DEPTH] says in the same way which tokens exist and have a row of codes. SLICES must be 8.
     """
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, DEPTH)
@@ -232,14 +252,12 @@ def transpose_codes(
         alive |= valid.to(tl.int32) << s
         place = row[None, :] * code_stride + word.to(tl.int64)[:, None] * word_stride
         packed = packed + (tl.load(codes + place, mask=(word < COUNT)[:, None], other=0),)
-    for bit in tl.static_range(16):
-        plane = tl.zeros((BLOCK_W, DEPTH), tl.int32)
-        for s in tl.static_range(SLICES):
-            plane |= ((packed[s] >> bit) & 0x10001) << s
-        for half in tl.static_range(2):
-            row = 32 * word + 16 * half + bit
+    packed = _transposed_bytes(packed)
+    for bit in tl.static_range(8):
+        for byte in tl.static_range(4):
+            row = 32 * word + 8 * byte + bit
             place = (tile * padded + row[:, None]) * DEPTH + lane[None, :]
-            tl.store(planes + place, (plane >> (16 * half)).to(tl.int16), mask=(row < padded)[:, None])
+            tl.store(planes + place, ((packed[bit] >> (8 * byte)) & 0xFF).to(tl.int16), mask=(row < padded)[:, None])
     tl.store(live + tile * DEPTH + lane, alive.to(tl.int16), mask=lane + DEPTH * tl.program_id(1) < DEPTH)
 
 
