@@ -5,7 +5,7 @@ rows nor on the tiling, and every kernel may recompute them. A row of ``hidden``
 
 Top-k for k up to 128 takes one pass over the codes that keeps the best key of each of at most a few thousand groups. The k best
 tokens lie in the k groups whose best are largest, because every other group's best is behind k tokens already; so those k groups,
-a hundredth of the vocabulary, are scored again and the k best of them sorted. Larger k: ``fused_cut``.
+a hundredth of the vocabulary, are scored again and the k best of them sorted. Larger k: ``fused_decode_cut``.
 """
 
 import math
@@ -53,6 +53,11 @@ class Tiling:
         return (self.token_tiles * self.splits,)
 
 
+def _token_tile(target: str, tokens: int) -> int:
+    """Tokens per tile; each takes four columns of a product, and AMD has no matrix instruction for fewer than 16."""
+    return next(b for b in (8 if target.startswith("gfx") else 2, 8, 32) if tokens <= b or b == 32)
+
+
 @dataclass(frozen=True)
 class Scorer:
     """What every scoring kernel is given: its first seven arguments and its constants, for hidden [T, K] and codes [V, W]."""
@@ -64,10 +69,9 @@ class Scorer:
     vocabulary: int
 
     def tiling(self, least_splits: int = 1) -> Tiling:
-        """A fixed function of the target and the shape. 16 columns of digits at least where 8 have no matrix instruction (AMD)."""
-        few = 8 if self.target.startswith("gfx") else 2
-        bt = next(b for b in (few, 8, 32) if self.tokens <= b or b == 32)
-        bv, token_tiles = 128, -(-self.tokens // bt)
+        """A fixed function of the target and the shape."""
+        bt, bv = _token_tile(self.target, self.tokens), 128
+        token_tiles = -(-self.tokens // bt)
         code_tiles = -(-self.vocabulary // bv)
         splits = min(max(_PROGRAMS // max(token_tiles, 1), least_splits, 1), code_tiles)
         tiles = -(-code_tiles // splits)
@@ -101,17 +105,18 @@ def scorer(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None
     code_bytes = 4 * codes.shape[1]
     depth = 32 if code_bytes <= 32 else 64
     row_bytes = -(-code_bytes // depth) * depth
-    padded = -(-tokens // 32) * 32  # the largest token tile
+    target = target_of(hidden)
+    tile = _token_tile(target, tokens)
+    padded = -(-tokens // tile) * tile
     digits = torch.empty(padded, 32 * row_bytes, dtype=torch.int8, device=hidden.device)
     scales = torch.empty(padded, dtype=torch.float32, device=hidden.device)
     sums = torch.empty(padded, 2, dtype=torch.int32, device=hidden.device)
     block = 8 * row_bytes
     launch(
-        kernels.digits_kernel, (padded if tokens else 0,), hidden, digits, scales, sums, *hidden.stride(), tokens,
+        kernels.digits_kernel, (padded,), hidden, digits, scales, sums, *hidden.stride(), tokens,
         WIDTH=width, BYTES=row_bytes, BLOCK=1 << (block - 1).bit_length(), num_warps=4,
     )  # fmt: skip
     prior = prior.float() if prior is not None and prior.dtype == torch.float64 else prior
-    target = target_of(hidden)
     constants = {"INV_ROOT": 1 / math.sqrt(width), "SOFTCAP": softcap, "CODE_BYTES": code_bytes, "BYTES": row_bytes}
     constants |= {"DEPTH": depth, "INLINE_PTX": target.startswith("sm_")}
     strides = (4 * words.stride(0), 0 if prior is None else prior.stride(0))
@@ -145,8 +150,7 @@ def _by_groups(scoring: Scorer, tiling: Tiling, groups: int, k: int, values: tor
     chosen = _select(scoring.best(tiling, groups), k)
     members = tiling.span // groups
     candidates = torch.empty(scoring.tokens, k * members, dtype=torch.int64, device=chosen.device)
-    few = scoring.tiling().bt if scoring.target.startswith("gfx") else 2
-    again = Tiling(few, tiling.bv, 1, 1, 4, 1)
+    again = Tiling(_token_tile(scoring.target, 1), tiling.bv, 1, 1, 4, 1)
     grid = (scoring.tokens, -(-candidates.shape[1] // again.bv))
     sizes = (scoring.vocabulary, k, members, tiling.span)
     scoring.run(kernels.rescore_kernel, again, grid, chosen, candidates, *sizes, GROUPS=groups)
@@ -170,6 +174,6 @@ def topk(
         if k <= _SHORT and k * (tiling.span // groups) <= _CANDIDATES:
             _by_groups(scoring, tiling, groups, k, values[rows], ids[rows])
         else:
-            from .fused_cut import largest
+            from .fused_decode_cut import largest
 
             largest(hidden[rows], codes, prior, k, softcap, values[rows], ids[rows])

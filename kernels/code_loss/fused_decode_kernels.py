@@ -59,19 +59,6 @@ def digits_kernel(
 
 
 @triton.jit
-def bit_of(words, BIT: tl.constexpr, INLINE_PTX: tl.constexpr):
-    """Bit BIT of every byte, as int8 0 or 1. Triton unpacks bytes one by one, so NVIDIA gets two instructions for four of them."""
-    if INLINE_PTX:
-        shift = tl.full(words.shape, BIT, tl.int8)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t, s; and.b32 s, $2, 0xFF; shr.b32 t, $1, s; and.b32 $0, t, 0x01010101; }",
-            "=r,r,r", [words, shift], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return (words >> BIT) & 1
-
-
-@triton.jit
 def tanh(x):
     """tanh in fp32: Cephes' polynomial near zero, where 1 - 2 / (e^2x + 1) would lose the small result."""
     size = tl.abs(x)
@@ -125,7 +112,14 @@ def tile_scores(
             used = used & (byte < CODE_BYTES - first)[None, :]
         words = tl.load(codes + rows[:, None] * code_stride + (first + byte)[None, :], mask=used, other=0)
         for b in tl.static_range(8):
-            total = tl.dot(bit_of(words, b, INLINE_PTX), tl.load(operand + (b * BYTES + first)), total, out_dtype=tl.int32)
+            if INLINE_PTX:  # Triton would take bytes one by one: here two instructions do four
+                bits = tl.inline_asm_elementwise(
+                    "{ .reg .b32 t, s; and.b32 s, $2, 0xFF; shr.b32 t, $1, s; and.b32 $0, t, 0x01010101; }",
+                    "=r,r,r", [words, tl.full((BV, DEPTH), b, tl.int8)], dtype=tl.int8, is_pure=True, pack=4,
+                )  # fmt: skip
+            else:
+                bits = (words >> b) & 1
+            total = tl.dot(bits, tl.load(operand + (b * BYTES + first)), total, out_dtype=tl.int32)
     low, high = digit_sums(total, BV, BT)
     # With bits b in {0, 1} the code is 2 b - 1, and its sum twice the bits' less the row's.
     low = 2 * low - tl.load(sums + 2 * tokens)[None, :]

@@ -1,0 +1,189 @@
+"""Triton kernels that find where a row's tokens, taken from the best down, reach a given count or probability.
+
+Scores are compared as ordered integers (``order_bits``) and probabilities added as integers, exp(gap) in units of 2^-40, so that
+no sum depends on its order: the atomics here are integer ones, and every run gives the same bits. A row's ``state`` is int64 [4]:
+the ordered bits found so far, what lies above them, what is wanted, and how many of the tokens exactly at the threshold are kept.
+"""
+
+import triton
+import triton.language as tl
+
+from .fused_decode_kernels import EMPTY, MASK, key_id, key_score, order_bits, score_key, tile_scores
+
+BINS = tl.constexpr(1 << 16)
+
+
+@triton.jit
+def score_gap(score, top, inverse):
+    """(score - top) / temperature, at most 0; -inf where it is no number."""
+    gap = (score - top) * inverse
+    return tl.where(gap != gap, float("-inf"), gap)
+
+
+@triton.jit
+def mass(gap):
+    """exp(gap) in units of 2^-40, int64."""
+    return (tl.exp(gap) * 1099511627776.0 + 0.5).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["inverse", "tokens", "vocabulary", "splits", "tiles"])
+def bins_kernel(
+    codes, prior, digits, scales, sums, code_stride, prior_stride, top, state, bins, inverse, tokens, vocabulary, splits, tiles,
+    MASS: tl.constexpr, FIRST: tl.constexpr, INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr,
+    BYTES: tl.constexpr, DEPTH: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (token tile, split): add the mass (or 1) of each token to the bin of 16 of its score's bits, bins int64 [T, 2^16].
+
+    FIRST: the high bits of all tokens; else the low bits of those whose high bits ``state`` names. ``inverse`` holds the fp32
+    bits of 1 / temperature.
+    """
+    split = tl.program_id(0) % splits
+    token = (tl.program_id(0) // splits).to(tl.int64) * BT + tl.arange(0, BT)
+    real = token < tokens
+    largest = tl.load(top + token, mask=real, other=0.0)
+    found = tl.load(state + token * 4, mask=real, other=0).to(tl.int32)
+    for i in range(tiles):
+        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+        inside = rows < vocabulary
+        scores = tile_scores(
+            codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
+            INV_ROOT, SOFTCAP, CODE_BYTES, BYTES, DEPTH, BV, BT, INLINE_PTX,
+        )  # fmt: skip
+        bits = order_bits(scores)
+        counted = inside[:, None] & real[None, :]
+        if FIRST:
+            place = (bits >> 16) + BINS // 2
+        else:
+            place = bits & (BINS - 1)
+            counted = counted & ((bits >> 16) == found[None, :])
+        if MASS:
+            weight = mass(score_gap(scores, largest[None, :], inverse.to(tl.float32, bitcast=True)))
+            counted = counted & (weight > 0)
+        else:
+            weight = tl.full((BV, BT), 1, tl.int64)
+        tl.atomic_add(bins + token[None, :] * BINS + place, weight, mask=counted, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["inverse", "wanted"])
+def descend_kernel(
+    bins, top, state, inverse, wanted, MASS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program t: the highest of 2^16 bins at which what lies above plus the sum from the top reaches what is wanted -> state [t].
+
+    ``wanted`` is a count, or with MASS the share of the total in units of 2^-31, rounded up to a unit of mass.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    own, mine = bins + t * BINS, state + t * 4
+    seen = tl.full((), 0, tl.int64)
+    if FIRST:
+        aim = seen + wanted
+        if MASS:
+            total = seen
+            for start in range(0, BINS, BLOCK):
+                total += tl.sum(tl.load(own + start + place), 0)
+            aim = tl.maximum((total >> 31) * wanted + (((total & MASK) * wanted + MASK) >> 31), 1)
+        tl.store(mine + 2, aim)
+    else:
+        seen = tl.load(mine + 1)
+        aim = tl.load(mine + 2)
+    found = tl.full((), 0, tl.int64)
+    above = seen
+    searching = aim > 0
+    for back in range(BLOCK, BINS + 1, BLOCK):
+        sums = tl.load(own + (BINS - back) + place)
+        total = tl.sum(sums, 0)
+        reached = seen + total - tl.cumsum(sums, 0) + sums  # falls with the place
+        last = tl.sum((reached >= aim).to(tl.int64), 0) - 1
+        here = searching & (last >= 0)
+        found = tl.where(here, last + BINS - back, found)
+        above = tl.where(here, seen + tl.sum(tl.where(place > last, sums, 0), 0), above)
+        searching = searching & (last < 0)
+        seen += total
+    tl.store(mine + 1, above)
+    if FIRST:
+        tl.store(mine, found - BINS // 2)
+    else:
+        bits = tl.load(mine) * BINS + found
+        tl.store(mine, bits)
+        each = tl.full((), 1, tl.int64)
+        if MASS:
+            each = tl.maximum(mass(score_gap(key_score(bits << 32), tl.load(top + t), inverse.to(tl.float32, bitcast=True))), 1)
+        tl.store(mine + 3, (aim - above + each - 1) // each)
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits", "tiles"])
+def counts_kernel(
+    codes, prior, digits, scales, sums, code_stride, prior_stride, state, out, tokens, vocabulary, splits, tiles,
+    INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr, DEPTH: tl.constexpr,
+    BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (token tile, split): how many of the split's tokens score above the threshold, and at it, out int32 [T, splits, 2]."""
+    split = tl.program_id(0) % splits
+    token = (tl.program_id(0) // splits).to(tl.int64) * BT + tl.arange(0, BT)
+    real = token < tokens
+    found = tl.load(state + token * 4, mask=real, other=0).to(tl.int32)
+    above = tl.zeros((BT,), tl.int32)
+    at = tl.zeros((BT,), tl.int32)
+    for i in range(tiles):
+        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+        inside = rows < vocabulary
+        scores = tile_scores(
+            codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
+            INV_ROOT, SOFTCAP, CODE_BYTES, BYTES, DEPTH, BV, BT, INLINE_PTX,
+        )  # fmt: skip
+        bits = order_bits(scores)
+        above += tl.sum((inside[:, None] & (bits > found[None, :])).to(tl.int32), 0)
+        at += tl.sum((inside[:, None] & (bits == found[None, :])).to(tl.int32), 0)
+    place = out + (token * splits + split) * 2
+    tl.store(place, above, mask=real)
+    tl.store(place + 1, at, mask=real)
+
+
+@triton.jit
+def counted_before(counts, token, real, split, splits, SPLITS: tl.constexpr):
+    """What the splits before this one hold, of ``counts`` [T, splits, 2]: (above, at), int32 [BT] each."""
+    earlier = tl.arange(0, SPLITS)
+    place = counts + (token[None, :] * splits + earlier[:, None]) * 2
+    mask = (earlier < split)[:, None] & real[None, :]
+    return tl.sum(tl.load(place, mask=mask, other=0), 0), tl.sum(tl.load(place + 1, mask=mask, other=0), 0)
+
+
+@triton.jit(do_not_specialize=["k", "tokens", "vocabulary", "splits", "tiles"])
+def collect_kernel(
+    codes, prior, digits, scales, sums, code_stride, prior_stride, state, counts, out, k, tokens, vocabulary, splits, tiles,
+    SPLITS: tl.constexpr, INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr,
+    DEPTH: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (token tile, split): the keys of the split's kept tokens at their places by id among all kept ones, out [T, k]."""
+    split = tl.program_id(0) % splits
+    token = (tl.program_id(0) // splits).to(tl.int64) * BT + tl.arange(0, BT)
+    real = token < tokens
+    found = tl.load(state + token * 4, mask=real, other=0).to(tl.int32)
+    need = tl.load(state + token * 4 + 3, mask=real, other=0).to(tl.int32)
+    above, at = counted_before(counts, token, real, split, splits, SPLITS)
+    written = above + tl.minimum(at, need)
+    for i in range(tiles):
+        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+        inside = rows < vocabulary
+        scores = tile_scores(
+            codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
+            INV_ROOT, SOFTCAP, CODE_BYTES, BYTES, DEPTH, BV, BT, INLINE_PTX,
+        )  # fmt: skip
+        bits = order_bits(scores)
+        equal = (inside[:, None] & (bits == found[None, :])).to(tl.int32)
+        early = at[None, :] + tl.cumsum(equal, 0) <= need[None, :]
+        kept = inside[:, None] & ((bits > found[None, :]) | ((equal > 0) & early))
+        place = written[None, :] + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(out + token[None, :] * k + place, score_key(scores, rows[:, None]), mask=kept & real[None, :])
+        at += tl.sum(equal, 0)
+        written += tl.sum(kept.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def unpack_kernel(keys, values, ids, count, BLOCK: tl.constexpr):
+    """Program b: BLOCK of ``count`` keys -> their scores and tokens, in the same places."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + place, mask=place < count, other=EMPTY)
+    tl.store(values + place, key_score(key), mask=place < count)
+    tl.store(ids + place, key_id(key), mask=place < count)
