@@ -17,6 +17,7 @@ from . import op as registered
 __all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
 
 _AVAILABLE = ("naive", "eager")
+_DECODING = ("naive", "eager", "fused")
 
 
 class CodeLossAux(NamedTuple):
@@ -109,18 +110,20 @@ def code_logits(
 ) -> torch.Tensor:
     """All scores [..., V] of hidden [..., K], fp32 (fp64 for fp64); the codes are never unpacked as a whole.
 
-    Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises as it does.
+    Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises as it does. With impl "fused" the
+    scores (and the derivative of the hidden gradient, which is scores again) are one Triton kernel; the soft-cap and the
+    gradients are plain PyTorch.
     """
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)
     softcap = checks.require_softcap(op, softcap)
-    chosen = select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype)
+    chosen = select_impl(op, impl, hidden.device, _DECODING, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             scores = naive.logits(rows, codes, prior, softcap)
         else:
             refuse_forward_ad(op, rows, prior)
-            scores = decode.code_scores(rows, codes, prior)
+            scores = decode.code_scores(rows, codes, prior, chosen)
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     return scores.view(*hidden.shape[:-1], codes.shape[0])
 
@@ -136,17 +139,21 @@ def code_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest scores and their tokens, best first: (values [..., k] fp32 or fp64, ids [..., k] int64). Not differentiable.
 
-    Equal scores come lowest id first. On the eager path neither values nor order depend on the other rows of the batch, and
+    Equal scores come lowest id first. Except in naive neither values nor order depend on the other rows of the batch, and
     equal codes with equal priors score exactly equal. A NaN score is ordered as +inf and returned as NaN, so ids are in
-    [0, V) and distinct whatever hidden holds. Other arguments and errors as in ``code_cross_entropy``; ValueError unless
-    1 <= k <= V.
+    [0, V) and distinct whatever hidden holds. "fused" scores NaN everywhere in a row that holds NaN or Inf, and reads the packed
+    codes once for k up to 128 (as long as 8,192 tokens hold the best groups), four times for more. Other arguments and errors as
+    in ``code_cross_entropy``; ValueError unless 1 <= k <= V.
     """
     op = "code_topk"
     rows = _token_rows(op, hidden, codes, prior).detach()
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
-    run = naive.topk if select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype) == "naive" else decode.code_topk
+    chosen, prior = select_impl(op, impl, hidden.device, _DECODING, rows.dtype), None if prior is None else prior.detach()
     with without_autocast(hidden):
-        values, ids = run(rows, codes, None if prior is None else prior.detach(), k, softcap)
+        if chosen == "naive":
+            values, ids = naive.topk(rows, codes, prior, k, softcap)
+        else:
+            values, ids = decode.code_topk(rows, codes, prior, k, softcap, chosen)
     return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
 
 
@@ -199,9 +206,10 @@ def code_sample(
         positions = positions.reshape(-1)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
-    run = naive.sample if select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype) == "naive" else sampling.code_sample
+    chosen, prior = select_impl(op, impl, hidden.device, _DECODING, rows.dtype), None if prior is None else prior.detach()
+    arguments = (rows, codes, prior, positions, seed, temperature, *numbers, softcap)
     with without_autocast(hidden):
-        ids = run(rows, codes, None if prior is None else prior.detach(), positions, seed, temperature, *numbers, softcap)
+        ids = naive.sample(*arguments) if chosen == "naive" else sampling.code_sample(*arguments, chosen)
     return ids.view(hidden.shape[:-1])
 
 

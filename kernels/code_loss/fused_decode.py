@@ -111,10 +111,10 @@ def scorer(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None
     digits = torch.empty(padded, 32 * row_bytes, dtype=torch.int8, device=hidden.device)
     scales = torch.empty(padded, dtype=torch.float32, device=hidden.device)
     sums = torch.empty(padded, 2, dtype=torch.int32, device=hidden.device)
-    block = 8 * row_bytes
+    rows = tile if target == INTERPRETER else 1
     launch(
-        kernels.digits_kernel, (padded,), hidden, digits, scales, sums, *hidden.stride(), tokens,
-        WIDTH=width, BYTES=row_bytes, BLOCK=1 << (block - 1).bit_length(), num_warps=4,
+        kernels.digits_kernel, (padded // rows,), hidden, digits, scales, sums, *hidden.stride(), tokens,
+        ROWS=rows, WIDTH=width, BYTES=row_bytes, BLOCK=1 << (8 * row_bytes - 1).bit_length(), num_warps=4,
     )  # fmt: skip
     prior = prior.float() if prior is not None and prior.dtype == torch.float64 else prior
     constants = {"INV_ROOT": 1 / math.sqrt(width), "SOFTCAP": softcap, "CODE_BYTES": code_bytes, "BYTES": row_bytes}

@@ -9,7 +9,7 @@ import struct
 
 import torch
 
-from kernels.launch import launch
+from kernels.launch import INTERPRETER, launch
 
 from . import fused_decode_cut_kernels as kernels
 from .fused_decode import Scorer, Tiling, scorer
@@ -36,12 +36,13 @@ def find_cut(scoring: Scorer, tiling: Tiling, top: torch.Tensor | None, inverse:
     state = torch.zeros(scoring.tokens, 4, dtype=torch.int64, device=device)
     counts = torch.empty(scoring.tokens, tiling.splits, 2, dtype=torch.int32, device=device)
     by_mass = top is not None
+    block = 1 << 16 if scoring.target == INTERPRETER else 4096
     top = torch.zeros(scoring.tokens, dtype=torch.float32, device=device) if top is None else top
     for first in (True, False):
         bins = torch.zeros(scoring.tokens, 1 << 16, dtype=torch.int64, device=device)
         options = {"MASS": by_mass, "FIRST": first}
         scoring.over_codes(kernels.bins_kernel, tiling, top, state, bins, inverse, **options)
-        launch(kernels.descend_kernel, (scoring.tokens,), bins, top, state, inverse, wanted, BLOCK=4096, num_warps=8, **options)
+        launch(kernels.descend_kernel, (scoring.tokens,), bins, top, state, inverse, wanted, BLOCK=block, num_warps=8, **options)
     scoring.over_codes(kernels.counts_kernel, tiling, state, counts)
     return state, counts
 

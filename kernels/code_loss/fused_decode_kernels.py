@@ -20,35 +20,37 @@ def power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def digits_kernel(
     hidden, digits, scales, sums, token_stride, element_stride, tokens,
-    WIDTH: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program t: row t of hidden [T, K] -> digits int8 [T', 4, 8, BYTES], scales fp32 [T'], sums int32 [T', 2].
+    """Program p: ROWS rows of hidden [T, K] -> digits int8 [T', 4, 8, BYTES], scales fp32 [T'], sums int32 [T', 2].
 
     Digit d of element 8 j + b stands at [t, d, b, j]. ``sums`` holds the row's sum in units of 1 (digits 0 and 1) and of 2^16.
     Rows past T are zero; the scale of a row that is not finite is NaN.
     """
-    t = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     element = tl.arange(0, BLOCK)
-    inside = (element < WIDTH) & (t < tokens)
-    x = tl.load(hidden + t * token_stride + element.to(tl.int64) * element_stride, mask=inside, other=0.0).to(tl.float32)
-    largest_bits = tl.max(x.to(tl.int32, bitcast=True) & MASK, 0)  # of |x|: as integers, so that NaN counts as largest
-    exponent = tl.maximum((largest_bits >> 23) - 126, -112)  # |x| < 2^exponent
-    finite = largest_bits < 0x7F800000
+    inside = (element < WIDTH)[None, :] & (t < tokens)[:, None]
+    place = hidden + t[:, None] * token_stride + element.to(tl.int64)[None, :] * element_stride
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(x.to(tl.int32, bitcast=True) & MASK, 1)  # bits of |x|: as integers, so that NaN counts as largest
+    exponent = tl.maximum((largest >> 23) - 126, -112)  # |x| < 2^exponent
+    finite = largest < 0x7F800000
     up = 30 - exponent
     half = up >> 1
-    unit = tl.where(finite, x * power_of_two(half) * power_of_two(up - half), 0.0)  # in two steps: 2^142 is no fp32 number
+    unit = x * power_of_two(half)[:, None] * power_of_two(up - half)[:, None]  # in two steps: 2^142 is no fp32 number
+    unit = tl.where(finite[:, None], unit, 0.0)
     rest = (unit + tl.where(unit < 0, -0.5, 0.5)).to(tl.int32)
-    place = digits + t * (32 * BYTES) + (element & 7) * BYTES + (element >> 3)
-    low = tl.zeros((), tl.int32)
-    high = tl.zeros((), tl.int32)
+    place = digits + t[:, None] * (32 * BYTES) + ((element & 7) * BYTES + (element >> 3))[None, :]
+    low = tl.zeros((ROWS,), tl.int32)
+    high = tl.zeros((ROWS,), tl.int32)
     for d in tl.static_range(4):
         digit = (((rest + 128) & 255) - 128) if d < 3 else rest
         rest = (rest - digit) >> 8
-        tl.store(place + d * 8 * BYTES, digit.to(tl.int8), mask=element < 8 * BYTES)
-        total = tl.sum(digit, 0) << (8 * (d % 2))
+        tl.store(place + d * 8 * BYTES, digit.to(tl.int8), mask=(element < 8 * BYTES)[None, :])
+        total = tl.sum(digit, 1) << (8 * (d % 2))
         if d < 2:
             low += total
         else:
