@@ -1,7 +1,8 @@
 """Scores, and the k best of them, from packed codes: the registered operators, and their plain PyTorch.
 
-With impl "fused" an operator's body calls ``fused_decode``. In PyTorch every score is one fixed sequence of additions (``scoring``), so it does not depend on the other tokens of the batch or on where
-the vocabulary is cut, and neither does the order of equal scores.
+With impl "fused" an operator's body calls ``fused_decode``. In PyTorch every score is one fixed sequence of additions
+(``scoring``), so it does not depend on the other tokens of the batch or on where the vocabulary is cut, and neither does the order
+of equal scores.
 """
 
 import importlib
@@ -61,9 +62,7 @@ def _(hidden, codes, prior, impl):
 
 
 @torch.library.custom_op("tablefree::code_scores_hidden_grad", mutates_args=())
-def code_scores_hidden_grad(
-    grad: torch.Tensor, codes: torch.Tensor, width: int, dtype: torch.dtype, impl: str
-) -> torch.Tensor:
+def code_scores_hidden_grad(grad: torch.Tensor, codes: torch.Tensor, width: int, dtype: torch.dtype, impl: str) -> torch.Tensor:
     """sum_v grad_tv code_v / sqrt(K): grad [T, V] -> [T, K] in ``dtype``, the transpose of ``code_scores``.
 
     Plain PyTorch for every implementation: chunks of codes are unpacked for a matrix product.

@@ -1,7 +1,7 @@
 """Decoding in Triton: packed codes are read once per pass, and no score is stored except those that ``code_logits`` returns.
 
-Scores are exact integers until one fixed sequence of fp32 operations (``fused_decode_kernels``), so they depend neither on the other
-rows nor on the tiling, and every kernel may recompute them. A row of ``hidden`` that is not finite scores NaN everywhere.
+Scores are exact integers until one fixed sequence of fp32 operations (``fused_decode_kernels``), so they depend neither on the
+other rows nor on the tiling, and every kernel may recompute them. A row of ``hidden`` that is not finite scores NaN everywhere.
 
 Top-k for k up to 128 takes one pass over the codes that keeps the best key of each of at most a few thousand groups. The k best
 tokens lie in the k groups whose best are largest, because every other group's best is behind k tokens already; so those k groups,
@@ -114,7 +114,7 @@ def scorer(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None
     rows = tile if target == INTERPRETER else 1
     launch(
         kernels.digits_kernel, (padded // rows,), hidden, digits, scales, sums, *hidden.stride(), tokens,
-        ROWS=rows, WIDTH=width, BYTES=row_bytes, BLOCK=1 << (8 * row_bytes - 1).bit_length(), num_warps=4,
+        ROWS=rows, WIDTH=width, BYTES=row_bytes, BLOCK=power_of_two(8 * row_bytes), num_warps=4,
     )  # fmt: skip
     prior = prior.float() if prior is not None and prior.dtype == torch.float64 else prior
     constants = {"INV_ROOT": 1 / math.sqrt(width), "SOFTCAP": softcap, "CODE_BYTES": code_bytes, "BYTES": row_bytes}
@@ -133,29 +133,39 @@ def scores(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None
 def best_token(scoring: Scorer, values: torch.Tensor, ids: torch.Tensor) -> None:
     """The best score and token of every row -> values and ids [T]."""
     keys = scoring.best(scoring.tiling(), 1)
-    block = 1 << (keys.shape[1] - 1).bit_length()
-    launch(kernels.largest_kernel, (scoring.tokens,), keys, values, ids, keys.shape[1], BLOCK=block, num_warps=4)
+    by_row(kernels.largest_kernel, scoring.target, keys, values, ids, *keys.shape, BLOCK=power_of_two(keys.shape[1]))
 
 
-def _select(keys: torch.Tensor, k: int) -> torch.Tensor:
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least ``size``, and 2."""
+    return max(2, 1 << (size - 1).bit_length())
+
+
+def by_row(kernel: Any, target: str, first: torch.Tensor, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel over the rows of ``first``: one a program, or in the interpreter, where programs are what costs, 32."""
+    rows = 32 if target == INTERPRETER else 1
+    warps = 8 if constants["BLOCK"] > 1024 else 4
+    launch(kernel, (-(-first.shape[0] // rows),), first, *arguments, ROWS=rows, num_warps=warps, **constants)
+
+
+def _select(keys: torch.Tensor, k: int, target: str) -> torch.Tensor:
     """The k largest of each row of keys, in no particular order."""
     out = torch.empty(keys.shape[0], k, dtype=torch.int64, device=keys.device)
-    block = max(2, 1 << (keys.shape[1] - 1).bit_length())
-    launch(kernels.select_kernel, (keys.shape[0],), keys, out, keys.shape[1], k, BLOCK=block, num_warps=8 if block > 1024 else 4)
+    by_row(kernels.select_kernel, target, keys, out, *keys.shape, k, BLOCK=power_of_two(keys.shape[1]))
     return out
 
 
 def _by_groups(scoring: Scorer, tiling: Tiling, groups: int, k: int, values: torch.Tensor, ids: torch.Tensor) -> None:
     """The k best tokens of every row by the route that the module's text describes."""
-    chosen = _select(scoring.best(tiling, groups), k)
+    chosen = _select(scoring.best(tiling, groups), k, scoring.target)
     members = tiling.span // groups
     candidates = torch.empty(scoring.tokens, k * members, dtype=torch.int64, device=chosen.device)
     again = Tiling(_token_tile(scoring.target, 1), tiling.bv, 1, 1, 4, 1)
     grid = (scoring.tokens, -(-candidates.shape[1] // again.bv))
     sizes = (scoring.vocabulary, k, members, tiling.span)
     scoring.run(kernels.rescore_kernel, again, grid, chosen, candidates, *sizes, GROUPS=groups)
-    block = max(2, 1 << (k - 1).bit_length())
-    launch(kernels.order_kernel, (scoring.tokens,), _select(candidates, k), values, ids, k, BLOCK=block, num_warps=4)
+    best = _select(candidates, k, scoring.target)
+    launch(kernels.order_kernel, (scoring.tokens,), best, values, ids, k, BLOCK=power_of_two(k), num_warps=4)
 
 
 def topk(

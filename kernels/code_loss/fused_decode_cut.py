@@ -12,7 +12,7 @@ import torch
 from kernels.launch import INTERPRETER, launch
 
 from . import fused_decode_cut_kernels as kernels
-from .fused_decode import Scorer, Tiling, scorer
+from .fused_decode import Scorer, Tiling, by_row, power_of_two, scorer
 
 ROWS = 32
 """Rows at once: their bins take 16 MiB."""
@@ -42,14 +42,10 @@ def find_cut(scoring: Scorer, tiling: Tiling, top: torch.Tensor | None, inverse:
         bins = torch.zeros(scoring.tokens, 1 << 16, dtype=torch.int64, device=device)
         options = {"MASS": by_mass, "FIRST": first}
         scoring.over_codes(kernels.bins_kernel, tiling, top, state, bins, inverse, **options)
-        launch(kernels.descend_kernel, (scoring.tokens,), bins, top, state, inverse, wanted, BLOCK=block, num_warps=8, **options)
+        numbers = (scoring.tokens, inverse, wanted)
+        by_row(kernels.descend_kernel, scoring.target, bins, top, state, *numbers, BLOCK=block, **options)
     scoring.over_codes(kernels.counts_kernel, tiling, state, counts)
     return state, counts
-
-
-def split_block(tiling: Tiling) -> int:
-    """The power of two that holds all splits."""
-    return max(2, 1 << (tiling.splits - 1).bit_length())
 
 
 def largest(
@@ -65,7 +61,7 @@ def largest(
         tiling = scoring.tiling()
         state, counts = find_cut(scoring, tiling, None, 0, k)
         keys = torch.empty(scoring.tokens, k, dtype=torch.int64, device=hidden.device)
-        scoring.over_codes(kernels.collect_kernel, tiling, state, counts, keys, k, SPLITS=split_block(tiling))
+        scoring.over_codes(kernels.collect_kernel, tiling, state, counts, keys, k, SPLITS=power_of_two(tiling.splits))
         keys = keys.sort(dim=1, descending=True).values  # distinct, so there is one order
         rows, block = slice(a, a + scoring.tokens), 1024
         launch(kernels.unpack_kernel, (-(-keys.numel() // block),), keys, values[rows], ids[rows], keys.numel(), BLOCK=block)

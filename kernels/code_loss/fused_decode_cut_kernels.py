@@ -26,6 +26,12 @@ def mass(gap):
     return (tl.exp(gap) * 1099511627776.0 + 0.5).to(tl.int64)
 
 
+@triton.jit
+def share_of(total, share):
+    """The mass that top-p must reach, at least one unit: ``share`` (units of 2^-31) of int64 totals, rounded up."""
+    return tl.maximum((total >> 31) * share + (((total & MASK) * share + MASK) >> 31), 1)
+
+
 @triton.jit(do_not_specialize=["inverse", "tokens", "vocabulary", "splits", "tiles"])
 def bins_kernel(
     codes, prior, digits, scales, sums, code_stride, prior_stride, top, state, bins, inverse, tokens, vocabulary, splits, tiles,
@@ -64,52 +70,55 @@ def bins_kernel(
         tl.atomic_add(bins + token[None, :] * BINS + place, weight, mask=counted, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["inverse", "wanted"])
+@triton.jit(do_not_specialize=["tokens", "inverse", "wanted"])
 def descend_kernel(
-    bins, top, state, inverse, wanted, MASS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr
+    bins, top, state, tokens, inverse, wanted, MASS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program t: the highest of 2^16 bins at which what lies above plus the sum from the top reaches what is wanted -> state [t].
+    """Program p: for ROWS rows the highest of 2^16 bins where the sum from the top, and what lies above, reach what is wanted -> state.
 
     ``wanted`` is a count, or with MASS the share of the total in units of 2^-31, rounded up to a unit of mass.
     """
-    t = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = t < tokens
     place = tl.arange(0, BLOCK)
-    own, mine = bins + t * BINS, state + t * 4
-    seen = tl.full((), 0, tl.int64)
+    own, mine = bins + t[:, None] * BINS + place[None, :], state + t * 4
     if FIRST:
+        seen = tl.zeros((ROWS,), tl.int64)
         aim = seen + wanted
         if MASS:
             total = seen
             for start in range(0, BINS, BLOCK):
-                total += tl.sum(tl.load(own + start + place), 0)
-            aim = tl.maximum((total >> 31) * wanted + (((total & MASK) * wanted + MASK) >> 31), 1)
-        tl.store(mine + 2, aim)
+                total += tl.sum(tl.load(own + start, mask=real[:, None], other=0), 1)
+            aim = share_of(total, wanted)
+        tl.store(mine + 2, aim, mask=real)
     else:
-        seen = tl.load(mine + 1)
-        aim = tl.load(mine + 2)
-    found = tl.full((), 0, tl.int64)
+        seen = tl.load(mine + 1, mask=real, other=0)
+        aim = tl.load(mine + 2, mask=real, other=0)
+    found = tl.zeros((ROWS,), tl.int64)
     above = seen
-    searching = aim > 0
+    searching = real
     for back in range(BLOCK, BINS + 1, BLOCK):
-        sums = tl.load(own + (BINS - back) + place)
-        total = tl.sum(sums, 0)
-        reached = seen + total - tl.cumsum(sums, 0) + sums  # falls with the place
-        last = tl.sum((reached >= aim).to(tl.int64), 0) - 1
+        sums = tl.load(own + (BINS - back), mask=real[:, None], other=0)
+        total = tl.sum(sums, 1)
+        reached = (seen + total)[:, None] - tl.cumsum(sums, 1) + sums  # falls with the place
+        last = tl.sum((reached >= aim[:, None]).to(tl.int64), 1) - 1
         here = searching & (last >= 0)
         found = tl.where(here, last + BINS - back, found)
-        above = tl.where(here, seen + tl.sum(tl.where(place > last, sums, 0), 0), above)
+        above = tl.where(here, seen + tl.sum(tl.where(place[None, :] > last[:, None], sums, 0), 1), above)
         searching = searching & (last < 0)
         seen += total
-    tl.store(mine + 1, above)
+    tl.store(mine + 1, above, mask=real)
     if FIRST:
-        tl.store(mine, found - BINS // 2)
+        tl.store(mine, found - BINS // 2, mask=real)
     else:
-        bits = tl.load(mine) * BINS + found
-        tl.store(mine, bits)
-        each = tl.full((), 1, tl.int64)
+        bits = tl.load(mine, mask=real, other=0) * BINS + found
+        tl.store(mine, bits, mask=real)
+        need = aim - above
         if MASS:
-            each = tl.maximum(mass(score_gap(key_score(bits << 32), tl.load(top + t), inverse.to(tl.float32, bitcast=True))), 1)
-        tl.store(mine + 3, (aim - above + each - 1) // each)
+            gap = score_gap(key_score(bits << 32), tl.load(top + t, mask=real, other=0.0), inverse.to(tl.float32, bitcast=True))
+            each = tl.maximum(mass(gap), 1)
+            need = (need + each - 1) // each
+        tl.store(mine + 3, need, mask=real)
 
 
 @triton.jit(do_not_specialize=["tokens", "vocabulary", "splits", "tiles"])
@@ -118,7 +127,7 @@ def counts_kernel(
     INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr, DEPTH: tl.constexpr,
     BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (token tile, split): how many of the split's tokens score above the threshold, and at it, out int32 [T, splits, 2]."""
+    """Program (token tile, split): how many of its tokens score above the threshold, and at it, out int32 [T, splits, 2]."""
     split = tl.program_id(0) % splits
     token = (tl.program_id(0) // splits).to(tl.int64) * BT + tl.arange(0, BT)
     real = token < tokens

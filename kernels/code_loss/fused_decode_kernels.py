@@ -81,7 +81,7 @@ def digit_sums(total, BV: tl.constexpr, BT: tl.constexpr):
         pairs = tl.reshape(total, (BV, BT, 2, 2))
         pairs = tl.sum(pairs << (8 * tl.arange(0, 2))[None, None, None, :], 3)
         return tl.split(pairs)
-    else:
+    else:  # noqa: RET505 (the compiler takes one branch; code after a return would be compiled too)
         parts = tl.reshape(total, (BV, 4, BT))
         digit = tl.arange(0, 4)[None, :, None]
         parts = parts << ((digit & 1) * 8)
@@ -171,7 +171,7 @@ def best_kernel(
     GROUPS: tl.constexpr, INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr,
     DEPTH: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (token tile, split): ``tiles`` tiles of BV codes for BT tokens -> the best key of each group, out [T, splits * GROUPS].
+    """Program (token tile, split): the best key of each group of ``tiles`` tiles of BV codes, for BT tokens, out [T, splits * GROUPS].
 
     The split's ids with one remainder modulo GROUPS are a group; GROUPS divides BV.
     """
@@ -210,39 +210,48 @@ def scores_kernel(
         tl.store(out + token[None, :] * vocabulary + rows[:, None], scores, mask=inside[:, None] & (token < tokens)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
-def largest_kernel(keys, values, ids, count, BLOCK: tl.constexpr):
-    """Program t: the largest of the keys [T, count] -> its score and its token, [T] each."""
-    t = tl.program_id(0).to(tl.int64)
+@triton.jit
+def largest_of(keys, t, tokens, count, BLOCK: tl.constexpr):
+    """The largest of the rows ``t`` (int64 [ROWS]) of the keys [T, count]."""
     place = tl.arange(0, BLOCK)
-    best = tl.max(tl.load(keys + t * count + place, mask=place < count, other=EMPTY), 0)
-    tl.store(values + t, key_score(best))
-    tl.store(ids + t, key_id(best))
+    real = (place < count)[None, :] & (t < tokens)[:, None]
+    return tl.max(tl.load(keys + t[:, None] * count + place[None, :], mask=real, other=EMPTY), 1)
 
 
-@triton.jit(do_not_specialize=["count", "k"])
-def select_kernel(keys, out, count, k, BLOCK: tl.constexpr):
-    """Program t: the k largest of the keys [T, count], which are distinct unless EMPTY -> out [T, k] in the order of their places.
+@triton.jit(do_not_specialize=["tokens", "count"])
+def largest_kernel(keys, values, ids, tokens, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program p: the largest of each of ROWS rows of the keys [T, count] -> its score and its token, [T] each."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    best = largest_of(keys, t, tokens, count, BLOCK)
+    tl.store(values + t, key_score(best), mask=t < tokens)
+    tl.store(ids + t, key_id(best), mask=t < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "k"])
+def select_kernel(keys, out, tokens, count, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program p: for ROWS rows of the keys [T, count], distinct unless EMPTY, the k largest -> out [T, k] in the order of places.
 
     The threshold is found bit by bit from the top, and the search ends when exactly k keys reach it.
     """
-    t = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, BLOCK)
-    key = tl.load(keys + t * count + place, mask=place < count, other=EMPTY)
-    threshold = tl.min(key * 0, 0) + EMPTY
-    one = threshold * 0 + 1
-    bit = tl.full((), 63, tl.int32)
-    reached = count
-    while (bit >= 0) & (reached != k):
-        higher = threshold + (one << bit.to(tl.int64))
-        at_least = tl.sum((key >= higher).to(tl.int32), 0)
-        enough = at_least >= k
+    real = (place < count)[None, :] & (t < tokens)[:, None]
+    key = tl.load(keys + t[:, None] * count + place[None, :], mask=real, other=EMPTY)
+    threshold = tl.full((ROWS,), EMPTY, tl.int64)
+    reached = tl.zeros((ROWS,), tl.int32) + count
+    step = tl.full((ROWS,), EMPTY, tl.int64)  # as a number without sign, the highest bit
+    bit = 64
+    while (bit > 0) & (tl.max((reached != k).to(tl.int32), 0) > 0):
+        higher = threshold + step
+        at_least = tl.sum((key >= higher[:, None]).to(tl.int32), 1)
+        enough = (at_least >= k) & (reached != k)
         threshold = tl.where(enough, higher, threshold)
         reached = tl.where(enough, at_least, reached)
+        step = (step >> 1) & 0x7FFFFFFFFFFFFFFF
         bit -= 1
-    chosen = (key >= threshold) & (place < count)
-    position = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(out + t * k + position, key, mask=chosen & (position < k))  # more than k only where they are EMPTY
+    chosen = real & (key >= threshold[:, None])
+    position = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    tl.store(out + t[:, None] * k + position, key, mask=chosen & (position < k))  # more than k only where they are EMPTY
 
 
 @triton.jit(do_not_specialize=["vocabulary", "k", "members", "span"])

@@ -9,11 +9,11 @@ import math
 
 import torch
 
-from kernels.launch import launch
+from kernels.launch import target_of
 
 from . import fused_sampling_kernels as kernels
-from .fused_decode import best_token, scorer, topk
-from .fused_decode_cut import ROWS, find_cut, float_bits, split_block
+from .fused_decode import best_token, by_row, power_of_two, scorer, topk
+from .fused_decode_cut import ROWS, find_cut, float_bits
 from .sampling import Filter, mixed_seed
 
 
@@ -33,10 +33,10 @@ def _from_list(hidden, codes, prior, positions, seed: int, options: Filter, soft
     values = torch.empty(tokens, k, dtype=torch.float32, device=hidden.device)
     ids = torch.empty(tokens, k, dtype=torch.int64, device=hidden.device)
     topk(hidden, codes, prior, k, softcap, values, ids)
-    block = min(1024, max(2, 1 << (k - 1).bit_length()))
-    launch(
-        kernels.list_kernel, (tokens,), values, ids, positions, positions.stride(0), out, *_numbers(seed, options),
-        _share(options.top_p), k, TOP_P=options.top_p < 1, MIN_P=options.min_p > 0, BLOCK=block, num_warps=4,
+    by_row(
+        kernels.list_kernel, target_of(hidden), values, ids, positions, positions.stride(0), out, tokens,
+        *_numbers(seed, options), _share(options.top_p), k,
+        TOP_P=options.top_p < 1, MIN_P=options.min_p > 0, BLOCK=min(1024, power_of_two(k)),
     )  # fmt: skip
 
 
@@ -50,8 +50,8 @@ def _from_all(hidden, codes, prior, positions, seed: int, options: Filter, softc
     cut = find_cut(scoring, tiling, top, numbers[1], _share(options.top_p)) if options.top_p < 1 else (None, None)
     keys = torch.empty(tokens, tiling.splits, dtype=torch.int64, device=device)
     arguments = (top, positions, positions.stride(0), *cut, keys, *numbers)
-    scoring.over_codes(kernels.noise_kernel, tiling, *arguments, MIN_P=options.min_p > 0, SPLITS=split_block(tiling))
-    launch(kernels.pick_kernel, (tokens,), keys, top, best, out, tiling.splits, BLOCK=split_block(tiling), num_warps=4)
+    scoring.over_codes(kernels.noise_kernel, tiling, *arguments, MIN_P=options.min_p > 0, SPLITS=power_of_two(tiling.splits))
+    by_row(kernels.pick_kernel, scoring.target, keys, top, best, out, *keys.shape, BLOCK=power_of_two(tiling.splits))
 
 
 def sample(

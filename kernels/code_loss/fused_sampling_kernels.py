@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .fused_decode_cut_kernels import counted_before, mass, score_gap
-from .fused_decode_kernels import EMPTY, MASK, key_id, order_bits, tile_scores
+from .fused_decode_cut_kernels import counted_before, mass, score_gap, share_of
+from .fused_decode_kernels import EMPTY, MASK, key_id, largest_of, order_bits, tile_scores
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -58,7 +58,7 @@ def noise_kernel(
     MIN_P: tl.constexpr, SPLITS: tl.constexpr, INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr,
     BYTES: tl.constexpr, DEPTH: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (token tile, split): the key of the split's token with the largest (score - top) / temperature + noise, out [T, splits].
+    """Program (token tile, split): the key of the largest (score - top) / temperature + noise of its tokens, out [T, splits].
 
     With ``state`` only tokens inside top-p's cut take part, with MIN_P only those whose gap is at least ``least``. ``inverse``
     (1 / temperature) and ``least`` are the bits of fp32 numbers.
@@ -101,50 +101,53 @@ def choice(drawn, top, best):
     return tl.where(tl.abs(top) < float("inf"), drawn, best)
 
 
-@triton.jit(do_not_specialize=["count"])
-def pick_kernel(keys, top, best, out, count, BLOCK: tl.constexpr):
-    """Program t: the token of the largest of the keys [T, count] -> out [T]."""
-    t = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    key = tl.max(tl.load(keys + t * count + place, mask=place < count, other=EMPTY), 0)
-    tl.store(out + t, choice(key_id(key), tl.load(top + t), tl.load(best + t)))
+@triton.jit(do_not_specialize=["tokens", "count"])
+def pick_kernel(keys, top, best, out, tokens, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program p: for ROWS rows the token of the largest of the keys [T, count] -> out [T]."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = t < tokens
+    drawn = key_id(largest_of(keys, t, tokens, count, BLOCK))
+    drawn = choice(drawn, tl.load(top + t, mask=real, other=0.0), tl.load(best + t, mask=real, other=0))
+    tl.store(out + t, drawn, mask=real)
 
 
-@triton.jit(do_not_specialize=["start", "inverse", "least", "share", "k"])
+@triton.jit(do_not_specialize=["tokens", "start", "inverse", "least", "share", "k"])
 def list_kernel(
-    values, ids, positions, position_stride, out, start, inverse, least, share, k,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+    values, ids, positions, position_stride, out, tokens, start, inverse, least, share, k,
+    TOP_P: tl.constexpr, MIN_P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program t: draw one of the k best tokens, values and ids [T, k] best first -> out [T].
+    """Program p: for ROWS rows draw one of the k best tokens, values and ids [T, k] best first -> out [T].
 
     top-p keeps tokens while the mass before them is less than ``share`` (in units of 2^-31) of the whole list's.
     """
-    t = tl.program_id(0).to(tl.int64)
-    stream = stream_of(start, tl.load(positions + t * position_stride).to(tl.int64))
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = t < tokens
+    stream = stream_of(start, tl.load(positions + t * position_stride, mask=real, other=0).to(tl.int64))
     factor = inverse.to(tl.float32, bitcast=True)
-    values += t * k
-    ids += t * k
-    top = tl.load(values)
-    wanted = tl.full((), 0, tl.int64)
+    top = tl.load(values + t * k, mask=real, other=0.0)
+    wanted = tl.zeros((ROWS,), tl.int64)
     if TOP_P:
         for first in range(0, k, BLOCK):
             place = first + tl.arange(0, BLOCK)
-            gap = score_gap(tl.load(values + place, mask=place < k, other=float("-inf")), top, factor)
-            wanted += tl.sum(mass(gap), 0)
-        wanted = tl.maximum((wanted >> 31) * share + (((wanted & MASK) * share + MASK) >> 31), 1)
-    before = tl.full((), 0, tl.int64)
-    best = tl.full((BLOCK,), EMPTY, tl.int64)
+            kept = (place < k)[None, :] & real[:, None]
+            value = tl.load(values + t[:, None] * k + place[None, :], mask=kept, other=float("-inf"))
+            wanted += tl.sum(mass(score_gap(value, top[:, None], factor)), 1)
+        wanted = share_of(wanted, share)
+    before = tl.zeros((ROWS,), tl.int64)
+    best = tl.full((ROWS, BLOCK), EMPTY, tl.int64)
     for first in range(0, k, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        kept = place < k
-        gap = score_gap(tl.load(values + place, mask=kept, other=float("-inf")), top, factor)
-        noise = gumbel(stream, tl.load(ids + place, mask=kept, other=0))
+        kept = (place < k)[None, :] & real[:, None]
+        value = tl.load(values + t[:, None] * k + place[None, :], mask=kept, other=float("-inf"))
+        gap = score_gap(value, top[:, None], factor)
+        noise = gumbel(stream[:, None], tl.load(ids + t[:, None] * k + place[None, :], mask=kept, other=0))
         if TOP_P:
             weight = mass(gap)
-            kept = kept & (before + tl.cumsum(weight, 0) - weight < wanted)
-            before += tl.sum(weight, 0)
+            kept = kept & (before[:, None] + tl.cumsum(weight, 1) - weight < wanted[:, None])
+            before += tl.sum(weight, 1)
         if MIN_P:
             kept = kept & (gap >= least.to(tl.float32, bitcast=True))
-        best = tl.maximum(best, tl.where(kept, noise_key(gap + noise, place), EMPTY))
-    drawn = tl.load(ids + key_id(tl.max(best, 0)))
-    tl.store(out + t, choice(drawn, top, tl.load(ids)))
+        best = tl.maximum(best, tl.where(kept, noise_key(gap + noise, place[None, :]), EMPTY))
+    place = key_id(tl.max(best, 1))
+    drawn = choice(tl.load(ids + t * k + place, mask=real, other=0), top, tl.load(ids + t * k, mask=real, other=0))
+    tl.store(out + t, drawn, mask=real)
