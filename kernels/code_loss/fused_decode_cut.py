@@ -36,7 +36,7 @@ def find_cut(scoring: Scorer, tiling: Tiling, top: torch.Tensor | None, inverse:
     state = torch.zeros(scoring.tokens, 4, dtype=torch.int64, device=device)
     counts = torch.empty(scoring.tokens, tiling.splits, 2, dtype=torch.int32, device=device)
     by_mass = top is not None
-    block = 1 << 16 if scoring.target == INTERPRETER else 4096
+    block = 1 << 14 if scoring.target == INTERPRETER else 4096
     top = torch.zeros(scoring.tokens, dtype=torch.float32, device=device) if top is None else top
     for first in (True, False):
         bins = torch.zeros(scoring.tokens, 1 << 16, dtype=torch.int64, device=device)

@@ -74,7 +74,7 @@ def bins_kernel(
 def descend_kernel(
     bins, top, state, tokens, inverse, wanted, MASS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program p: for ROWS rows the highest of 2^16 bins where the sum from the top, and what lies above, reach what is wanted -> state.
+    """Program p: for ROWS rows the highest of 2^16 bins where what lies above and the sum from the top reach what is wanted.
 
     ``wanted`` is a count, or with MASS the share of the total in units of 2^-31, rounded up to a unit of mass.
     """

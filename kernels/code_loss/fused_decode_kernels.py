@@ -114,15 +114,17 @@ def tile_scores(
             used = used & (byte < CODE_BYTES - first)[None, :]
         words = tl.load(codes + rows[:, None] * code_stride + (first + byte)[None, :], mask=used, other=0)
         for b in tl.static_range(8):
-            if INLINE_PTX:  # Triton would take bytes one by one: here two instructions do four
+            # The bit stands as int8 -128 or 0: moved to the top of its byte, never down, because NVIDIA shifts left in the
+            # multiplier and right in the busy logic unit. Triton would take bytes one by one; here two instructions do four.
+            if INLINE_PTX:
                 bits = tl.inline_asm_elementwise(
-                    "{ .reg .b32 t, s; and.b32 s, $2, 0xFF; shr.b32 t, $1, s; and.b32 $0, t, 0x01010101; }",
-                    "=r,r,r", [words, tl.full((BV, DEPTH), b, tl.int8)], dtype=tl.int8, is_pure=True, pack=4,
+                    "{ .reg .b32 t, s; and.b32 s, $2, 0xFF; shl.b32 t, $1, s; and.b32 $0, t, 0x80808080; }",
+                    "=r,r,r", [words, tl.full((BV, DEPTH), 7 - b, tl.int8)], dtype=tl.int8, is_pure=True, pack=4,
                 )  # fmt: skip
             else:
-                bits = (words >> b) & 1
+                bits = (words << (7 - b)) & -128
             total = tl.dot(bits, tl.load(operand + (b * BYTES + first)), total, out_dtype=tl.int32)
-    low, high = digit_sums(total, BV, BT)
+    low, high = digit_sums(-(total >> 7), BV, BT)
     # With bits b in {0, 1} the code is 2 b - 1, and its sum twice the bits' less the row's.
     low = 2 * low - tl.load(sums + 2 * tokens)[None, :]
     high = 2 * high - tl.load(sums + 2 * tokens + 1)[None, :]
@@ -171,7 +173,7 @@ def best_kernel(
     GROUPS: tl.constexpr, INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr,
     DEPTH: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (token tile, split): the best key of each group of ``tiles`` tiles of BV codes, for BT tokens, out [T, splits * GROUPS].
+    """Program (token tile, split): the best key of each group of ``tiles`` tiles of BV codes, out [T, splits * GROUPS].
 
     The split's ids with one remainder modulo GROUPS are a group; GROUPS divides BV.
     """
