@@ -81,7 +81,7 @@ class Scorer:
         """Launch a scoring kernel with its own ``arguments`` behind the common ones."""
         launch(
             kernel, grid, *self.arguments, *arguments,
-            BV=tiling.bv, BT=tiling.bt, num_warps=tiling.warps, num_stages=2 if tiling.bt == 32 else 3, **self.constants, **constants,
+            BV=tiling.bv, BT=tiling.bt, num_warps=tiling.warps, num_stages=2, **self.constants, **constants,
         )  # fmt: skip
 
     def over_codes(self, kernel: Any, tiling: Tiling, *arguments: Any, **constants: Any) -> None:

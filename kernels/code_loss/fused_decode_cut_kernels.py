@@ -86,27 +86,27 @@ def descend_kernel(
         seen = tl.zeros((ROWS,), tl.int64)
         aim = seen + wanted
         if MASS:
-            total = seen
+            sums = tl.zeros((ROWS, BLOCK), tl.int64)
             for start in range(0, BINS, BLOCK):
-                total += tl.sum(tl.load(own + start, mask=real[:, None], other=0), 1)
-            aim = share_of(total, wanted)
+                sums += tl.load(own + start, mask=real[:, None], other=0)
+            aim = share_of(tl.sum(sums, 1), wanted)
         tl.store(mine + 2, aim, mask=real)
     else:
         seen = tl.load(mine + 1, mask=real, other=0)
         aim = tl.load(mine + 2, mask=real, other=0)
-    found = tl.zeros((ROWS,), tl.int64)
+    block = tl.zeros((ROWS,), tl.int64)  # where the bins that hold the place start, and what lies above their end
     above = seen
-    searching = real
     for back in range(BLOCK, BINS + 1, BLOCK):
-        sums = tl.load(own + (BINS - back), mask=real[:, None], other=0)
-        total = tl.sum(sums, 1)
-        reached = (seen + total)[:, None] - tl.cumsum(sums, 1) + sums  # falls with the place
-        last = tl.sum((reached >= aim[:, None]).to(tl.int64), 1) - 1
-        here = searching & (last >= 0)
-        found = tl.where(here, last + BINS - back, found)
-        above = tl.where(here, seen + tl.sum(tl.where(place[None, :] > last[:, None], sums, 0), 1), above)
-        searching = searching & (last < 0)
+        total = tl.sum(tl.load(own + (BINS - back), mask=real[:, None], other=0), 1)
+        here = (seen < aim) & (seen + total >= aim)
+        block = tl.where(here, BINS - back, block)
+        above = tl.where(here, seen, above)
         seen += total
+    sums = tl.load(own + block[:, None], mask=real[:, None], other=0)
+    reached = (above + tl.sum(sums, 1))[:, None] - tl.cumsum(sums, 1) + sums  # falls with the place
+    last = tl.maximum(tl.sum((reached >= aim[:, None]).to(tl.int64), 1) - 1, 0)
+    above += tl.sum(tl.where(place[None, :] > last[:, None], sums, 0), 1)
+    found = block + last
     tl.store(mine + 1, above, mask=real)
     if FIRST:
         tl.store(mine, found - BINS // 2, mask=real)
