@@ -25,8 +25,10 @@ def stable_order(scores):
     return torch.where(scores.isnan(), math.inf, scores).sort(dim=1, descending=True, stable=True).indices
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+ACCURACY = [(shape, torch.float32) for shape in SHAPES] + [(SHAPES[1], torch.bfloat16), (SHAPES[3], torch.float16)]
+
+
+@pytest.mark.parametrize("shape, dtype", ACCURACY, ids=str)
 def test_scores_are_as_accurate_as_torch(shape, dtype):
     hidden, signs, codes, prior, _ = placed(*shape, dtype=dtype)
     truth = hidden.double() @ signs.t() / math.sqrt(shape[1]) + prior.double()
@@ -82,16 +84,16 @@ def configure(monkeypatch, **sizes):
 
 
 def test_neither_the_other_rows_nor_the_split_matter(monkeypatch):
-    signs = torch.randn(40, 510).repeat(20, 1)  # id v and v + 40 are the same code
-    codes, hidden = pack_sign_codes(signs).to(DEVICE), torch.randn(11, 510, device=DEVICE)
+    signs = torch.randn(40, 64).repeat(10, 1)  # id v and v + 40 are the same code
+    codes, hidden = pack_sign_codes(signs).to(DEVICE), torch.randn(9, 64, device=DEVICE)
     results = code_topk(hidden, codes, None, 30, impl="fused")
-    first = results[1][:, :20]
-    assert torch.equal(first // 40, torch.arange(20, device=DEVICE).expand(11, 20)), "the best code's copies, lowest id first"
-    assert (first % 40 == first[:, :1]).all() and (results[0][:, :20] == results[0][:, :1]).all()
-    for start, count in ((0, 1), (10, 1), (3, 5)):
+    first = results[1][:, :10]
+    assert torch.equal(first // 40, torch.arange(10, device=DEVICE).expand(9, 10)), "the best code's copies, lowest id first"
+    assert (first % 40 == first[:, :1]).all() and (results[0][:, :10] == results[0][:, :1]).all()
+    for start, count in ((8, 1), (3, 5)):  # tiles of 32, 2 and 8 tokens
         part = code_topk(hidden[start : start + count], codes, None, 30, impl="fused")
         assert all(torch.equal(a, b[start : start + count]) for a, b in zip(part, results, strict=True))
-    for sizes in ({"_PROGRAMS": 1, "_GROUPS": 128}, {"_GROUPS": 8}, {"_SHORT": 1}, {"_ROWS": 2}):
+    for sizes in ({"_PROGRAMS": 1, "_GROUPS": 128}, {"_SHORT": 1}, {"_ROWS": 2}):
         with monkeypatch.context() as patch:
             configure(patch, **sizes)
             part = code_topk(hidden[:3], codes, None, 30, impl="fused")
@@ -154,12 +156,12 @@ def test_appended_codes_are_only_more_rows_and_nothing_is_copied():
 
 
 def test_no_scores_are_stored(monkeypatch):
-    configure(monkeypatch, _GROUPS=512)
-    hidden, _, codes, prior, _ = placed(9000, 64, 32)
+    configure(monkeypatch, _GROUPS=128)
+    hidden, _, codes, prior, _ = placed(2500, 64, 32)
     with LargestTensor() as largest:
         code_topk(hidden, codes, prior, 2, impl="fused")
         code_argmax(hidden, codes, prior, impl="fused")
-    assert 0 < largest.elements < 9000 * 32  # the interpreter copies bytes, so this is the keys' 8 bytes each
+    assert 0 < largest.elements < 2500 * 32 // 2  # the largest are the hidden states' digits, 1,024 bytes each
 
 
 def test_derivatives_of_logits():

@@ -54,8 +54,9 @@ class Tiling:
 
 
 def _token_tile(target: str, tokens: int) -> int:
-    """Tokens per tile; each takes four columns of a product, and AMD has no matrix instruction for fewer than 16."""
-    return next(b for b in (8 if target.startswith("gfx") else 2, 8, 32) if tokens <= b or b == 32)
+    """Tokens per tile; each takes four columns of a product. AMD has no matrix instruction for 8, and 64 KiB for 128 are too few."""
+    sizes = (8, 16) if target.startswith("gfx") else (2, 8, 32)
+    return next(b for b in sizes if tokens <= b or b == sizes[-1])
 
 
 @dataclass(frozen=True)

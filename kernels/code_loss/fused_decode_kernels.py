@@ -272,7 +272,6 @@ def rescore_kernel(
     first = key_id(group)
     rows = first // span * span + first % GROUPS + (place % members) * GROUPS
     inside = (group != EMPTY) & (rows < vocabulary)
-    rows = tl.where(inside, rows, 0)
     scores = tile_scores(
         codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, t + tl.zeros((BT,), tl.int64),
         INV_ROOT, SOFTCAP, CODE_BYTES, BYTES, DEPTH, BV, BT, INLINE_PTX,
