@@ -54,7 +54,7 @@ class Tiling:
 
 
 def _token_tile(target: str, tokens: int) -> int:
-    """Tokens per tile; each takes four columns of a product. AMD has no matrix instruction for 8, and 64 KiB for 128 are too few."""
+    """Tokens per tile; each takes four columns of a product. AMD has no matrix instruction for 8, nor shared memory for 128."""
     sizes = (8, 16) if target.startswith("gfx") else (2, 8, 32)
     return next(b for b in sizes if tokens <= b or b == sizes[-1])
 
