@@ -53,8 +53,8 @@ def _digits(launch: Launch, case: Case) -> Work:
 def _over_codes(launch: Launch, case: Case) -> Work:
     """A pass over the codes. The first loads of all stages go out together, then one follows for each tile that is done."""
     a = launch.arguments
-    token_tiles, tiles = launch.grid[0] // a["splits"], a["tiles"]
-    padded = a["splits"] * tiles * a["BV"]
+    token_tiles, tiles = launch.grid[0] // a["splits"], a["tiles"] / a["splits"]
+    padded = a["tiles"] * a["BV"]
     rounds = math.ceil(tiles / max(launch.num_stages - 1, 1))
     return Work(
         CODES + PRIOR, l2_read=token_tiles * (CODES + PRIOR), flops=2 * token_tiles * padded * 8 * a["BYTES"] * 4 * a["BT"],

@@ -185,8 +185,8 @@ def code_sample(
 
     A draw is a pure function of the row's scores, ``seed`` and the row's position: the noise is hashed from (seed, position,
     token id), in fp64 by "eager" and "naive" and in fp32 by "fused", whose draws can therefore differ from theirs only where two
-    noisy scores, or a filter's edge, agree to about 1e-6. Without ``positions`` a row's position is its place in the flattened batch; when generating step by step, pass
-    numbers that never repeat for a seed (for example row * maximum length + step).
+    noisy scores, or a filter's edge, agree to about 1e-6. Without ``positions`` a row's position is its place in the flattened
+    batch; when generating step by step, pass numbers that never repeat for a seed (for example row * maximum length + step).
 
     Args:
         seed: 64-bit integer.   temperature: at least 0.   top_k: in [1, V] or None.   top_p: in (0, 1].   min_p: in [0, 1].

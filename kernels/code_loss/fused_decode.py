@@ -18,8 +18,8 @@ from kernels.launch import INTERPRETER, launch, target_of
 
 from . import fused_decode_kernels as kernels
 
-_PROGRAMS = 528
-"""Programs wanted per launch: four for each of an H200's 132 multiprocessors."""
+_PROGRAMS = 512
+"""Programs wanted per launch: nearly four for each of an H200's 132 multiprocessors."""
 _GROUPS = 4096
 """Groups per token, about; a power of two."""
 _CANDIDATES = 8192
@@ -34,7 +34,10 @@ MAX_WIDTH = 16384
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch cuts T tokens and V codes: tiles of ``bt`` and ``bv``, ``splits`` programs of ``tiles`` code tiles each."""
+    """How a launch cuts T tokens and V codes: into tiles of ``bt`` and ``bv``; ``splits`` programs share the ``tiles`` of codes.
+
+    From V = 65,536 on nothing but ``tiles``, which is only an argument, depends on V: more codes need no new kernels.
+    """
 
     bt: int
     bv: int
@@ -45,8 +48,8 @@ class Tiling:
 
     @property
     def span(self) -> int:
-        """Codes per split."""
-        return self.tiles * self.bv
+        """Codes of the longest split."""
+        return -(-self.tiles // self.splits) * self.bv
 
     @property
     def grid(self) -> tuple[int]:
@@ -59,6 +62,14 @@ def _token_tile(target: str, tokens: int) -> int:
     return next(b for b in sizes if tokens <= b or b == sizes[-1])
 
 
+def tiling_of(target: str, tokens: int, vocabulary: int, least_splits: int = 1) -> Tiling:
+    """A fixed function of the target and the shape."""
+    bt, bv = _token_tile(target, tokens), 128
+    token_tiles, tiles = -(-tokens // bt), -(-vocabulary // bv)
+    splits = min(max(_PROGRAMS // max(token_tiles, 1), least_splits, 1), tiles)
+    return Tiling(bt, bv, splits, tiles, 8 if bt == 32 else 4, token_tiles)
+
+
 @dataclass(frozen=True)
 class Scorer:
     """What every scoring kernel is given: its first seven arguments and its constants, for hidden [T, K] and codes [V, W]."""
@@ -69,14 +80,8 @@ class Scorer:
     tokens: int
     vocabulary: int
 
-    def tiling(self, least_splits: int = 1) -> Tiling:
-        """A fixed function of the target and the shape."""
-        bt, bv = _token_tile(self.target, self.tokens), 128
-        token_tiles = -(-self.tokens // bt)
-        code_tiles = -(-self.vocabulary // bv)
-        splits = min(max(_PROGRAMS // max(token_tiles, 1), least_splits, 1), code_tiles)
-        tiles = -(-code_tiles // splits)
-        return Tiling(bt, bv, -(-code_tiles // tiles), tiles, 8 if bt == 32 else 4, token_tiles)
+    def tiling(self) -> Tiling:
+        return tiling_of(self.target, self.tokens, self.vocabulary)
 
     def run(self, kernel: Any, tiling: Tiling, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch a scoring kernel with its own ``arguments`` behind the common ones."""
@@ -163,7 +168,7 @@ def _by_groups(scoring: Scorer, tiling: Tiling, groups: int, k: int, values: tor
     candidates = torch.empty(scoring.tokens, k * members, dtype=torch.int64, device=chosen.device)
     again = Tiling(_token_tile(scoring.target, 1), tiling.bv, 1, 1, 4, 1)
     grid = (scoring.tokens, -(-candidates.shape[1] // again.bv))
-    sizes = (scoring.vocabulary, k, members, tiling.span)
+    sizes = (scoring.vocabulary, k, members, tiling.splits, tiling.tiles)
     scoring.run(kernels.rescore_kernel, again, grid, chosen, candidates, *sizes, GROUPS=groups)
     best = _select(candidates, k, scoring.target)
     launch(kernels.order_kernel, (scoring.tokens,), best, values, ids, k, BLOCK=power_of_two(k), num_warps=4)
@@ -178,12 +183,11 @@ def topk(
         best_token(scorer(hidden, codes, prior, softcap), values, ids)
         return
     for a in range(0, hidden.shape[0], _ROWS):
-        scoring = scorer(hidden[a : a + _ROWS], codes, prior, softcap)
-        tiling = scoring.tiling(_GROUPS // 128)
+        rows = slice(a, min(a + _ROWS, hidden.shape[0]))
+        tiling = tiling_of(target_of(hidden), rows.stop - a, codes.shape[0], _GROUPS // 128)
         groups = min(tiling.bv, max(1, 1 << (_GROUPS // tiling.splits).bit_length() - 1))
-        rows = slice(a, a + scoring.tokens)
         if k <= _SHORT and k * (tiling.span // groups) <= _CANDIDATES:
-            _by_groups(scoring, tiling, groups, k, values[rows], ids[rows])
+            _by_groups(scorer(hidden[rows], codes, prior, softcap), tiling, groups, k, values[rows], ids[rows])
         else:
             from .fused_decode_cut import largest
 

@@ -48,8 +48,8 @@ def bins_kernel(
     real = token < tokens
     largest = tl.load(top + token, mask=real, other=0.0)
     found = tl.load(state + token * 4, mask=real, other=0).to(tl.int32)
-    for i in range(tiles):
-        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+        rows = (i * BV + tl.arange(0, BV)).to(tl.int64)
         inside = rows < vocabulary
         scores = tile_scores(
             codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
@@ -134,8 +134,8 @@ def counts_kernel(
     found = tl.load(state + token * 4, mask=real, other=0).to(tl.int32)
     above = tl.zeros((BT,), tl.int32)
     at = tl.zeros((BT,), tl.int32)
-    for i in range(tiles):
-        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+        rows = (i * BV + tl.arange(0, BV)).to(tl.int64)
         inside = rows < vocabulary
         scores = tile_scores(
             codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
@@ -172,8 +172,8 @@ def collect_kernel(
     need = tl.load(state + token * 4 + 3, mask=real, other=0).to(tl.int32)
     above, at = counted_before(counts, token, real, split, splits, SPLITS)
     written = above + tl.minimum(at, need)
-    for i in range(tiles):
-        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+        rows = (i * BV + tl.arange(0, BV)).to(tl.int64)
         inside = rows < vocabulary
         scores = tile_scores(
             codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,

@@ -173,15 +173,16 @@ def best_kernel(
     GROUPS: tl.constexpr, INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr,
     DEPTH: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (token tile, split): the best key of each group of ``tiles`` tiles of BV codes, out [T, splits * GROUPS].
+    """Program (token tile, split): the best key of each group of its codes, out [T, splits * GROUPS].
 
-    The split's ids with one remainder modulo GROUPS are a group; GROUPS divides BV.
+    Of the vocabulary's ``tiles`` tiles of BV codes, split s takes those from s * tiles // splits up to the next split's. Its ids
+    with one remainder modulo GROUPS are a group; GROUPS divides BV.
     """
     split = tl.program_id(0) % splits
     token = (tl.program_id(0) // splits).to(tl.int64) * BT + tl.arange(0, BT)
     best = tl.full((BV, BT), EMPTY, tl.int64)
-    for i in range(tiles):
-        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+        rows = (i * BV + tl.arange(0, BV)).to(tl.int64)
         inside = rows < vocabulary
         scores = tile_scores(
             codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
@@ -199,11 +200,11 @@ def scores_kernel(
     INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr, DEPTH: tl.constexpr,
     BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (token tile, split): the scores of ``tiles`` tiles of BV codes for BT tokens, out fp32 [T, V]."""
+    """Program (token tile, split): the scores of its codes for BT tokens, out fp32 [T, V]."""
     split = tl.program_id(0) % splits
     token = (tl.program_id(0) // splits).to(tl.int64) * BT + tl.arange(0, BT)
-    for i in range(tiles):
-        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+        rows = (i * BV + tl.arange(0, BV)).to(tl.int64)
         inside = rows < vocabulary
         scores = tile_scores(
             codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
@@ -256,22 +257,24 @@ def select_kernel(keys, out, tokens, count, k, ROWS: tl.constexpr, BLOCK: tl.con
     tl.store(out + t[:, None] * k + position, key, mask=chosen & (position < k))  # more than k only where they are EMPTY
 
 
-@triton.jit(do_not_specialize=["vocabulary", "k", "members", "span"])
+@triton.jit(do_not_specialize=["vocabulary", "k", "members", "splits", "tiles"])
 def rescore_kernel(
-    codes, prior, digits, scales, sums, code_stride, prior_stride, chosen, out, vocabulary, k, members, span,
+    codes, prior, digits, scales, sums, code_stride, prior_stride, chosen, out, vocabulary, k, members, splits, tiles,
     GROUPS: tl.constexpr, INV_ROOT: tl.constexpr, SOFTCAP: tl.constexpr, CODE_BYTES: tl.constexpr, BYTES: tl.constexpr,
     DEPTH: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, INLINE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (t, c): keys of BV of the k * members tokens in the groups that ``chosen`` [T, k] names -> out [T, k * members].
 
-    ``best_kernel`` says what a group is; its splits are ``span`` ids long.
+    ``best_kernel`` says what a group is.
     """
     t = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BV + tl.arange(0, BV)
     group = tl.load(chosen + t * k + place // members, mask=place < k * members, other=EMPTY)
-    first = key_id(group)
-    rows = first // span * span + first % GROUPS + (place % members) * GROUPS
-    inside = (group != EMPTY) & (rows < vocabulary)
+    best = key_id(group)
+    split = ((best // BV + 1) * splits - 1) // tiles
+    rows = split * tiles // splits * BV + best % GROUPS + (place % members) * GROUPS
+    end = tl.minimum((split + 1) * tiles // splits * BV, vocabulary)
+    inside = (group != EMPTY) & (rows < end)
     scores = tile_scores(
         codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, t + tl.zeros((BT,), tl.int64),
         INV_ROOT, SOFTCAP, CODE_BYTES, BYTES, DEPTH, BV, BT, INLINE_PTX,

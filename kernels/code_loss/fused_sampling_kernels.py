@@ -73,8 +73,8 @@ def noise_kernel(
         need = tl.load(state + token * 4 + 3, mask=real, other=0)
         at = counted_before(counts, token, real, split, splits, SPLITS)[1]
     best = tl.full((BV, BT), EMPTY, tl.int64)
-    for i in range(tiles):
-        rows = (split * tiles + i).to(tl.int64) * BV + tl.arange(0, BV)
+    for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+        rows = (i * BV + tl.arange(0, BV)).to(tl.int64)
         inside = rows < vocabulary
         scores = tile_scores(
             codes, code_stride, prior, prior_stride, digits, scales, sums, rows, inside, token,
