@@ -16,7 +16,7 @@ from . import op as registered
 
 __all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
 
-_AVAILABLE = ("naive", "eager")
+AVAILABLE = ("naive", "eager")
 
 
 class CodeLossAux(NamedTuple):
@@ -90,7 +90,7 @@ def code_cross_entropy(
     checks.require_integer(op, "ignore_index", ignore_index)
     label_smoothing = require_number(op, "label_smoothing", label_smoothing, 0, 1)
     numbers = (ignore_index, label_smoothing, require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
-    chosen = select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
@@ -114,7 +114,7 @@ def code_logits(
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)
     softcap = checks.require_softcap(op, softcap)
-    chosen = select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             scores = naive.logits(rows, codes, prior, softcap)
@@ -144,7 +144,7 @@ def code_topk(
     op = "code_topk"
     rows = _token_rows(op, hidden, codes, prior).detach()
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
-    run = naive.topk if select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype) == "naive" else decode.code_topk
+    run = naive.topk if select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype) == "naive" else decode.code_topk
     with without_autocast(hidden):
         values, ids = run(rows, codes, None if prior is None else prior.detach(), k, softcap)
     return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
@@ -199,7 +199,7 @@ def code_sample(
         positions = positions.reshape(-1)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
-    run = naive.sample if select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype) == "naive" else sampling.code_sample
+    run = naive.sample if select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype) == "naive" else sampling.code_sample
     with without_autocast(hidden):
         ids = run(rows, codes, None if prior is None else prior.detach(), positions, seed, temperature, *numbers, softcap)
     return ids.view(hidden.shape[:-1])
