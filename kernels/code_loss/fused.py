@@ -103,8 +103,9 @@ class _Scorer:
     def shared(self) -> dict:
         return {"SCALE": 1 / math.sqrt(self.width), "SOFTCAP": self.softcap, "PARTS": self.parts, "W": self.slots}
 
-    def scoring(self) -> dict:
-        return self.shared() | self.forms() | {"FULL": self.words == self.slots}
+    def scoring(self, tile: _Tile) -> dict:
+        full = {"FULL": self.words == self.slots, "SHORT": self.vocabulary < tile.codes}
+        return self.shared() | self.forms() | full | {"BV": tile.codes, "BT": tile.tokens}
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.hidden.device)
@@ -171,8 +172,8 @@ class _Loss:
             (triton.cdiv(scorer.tokens, tile.tokens), splits),
             *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, self.targets, self.flags),
             *(tops, totals, dots, bests, ids, plains, scorer.tokens, scorer.vocabulary, scorer.words, each),
-            **(scorer.scoring() | {"HAS_PRIOR": scorer.prior is not None, "AUX": aux, "PLAIN": self.combined}),
-            **{"ONLY_FLAGGED": flagged, "BV": tile.codes, "BT": tile.tokens},
+            **(scorer.scoring(tile) | {"HAS_PRIOR": scorer.prior is not None, "AUX": aux, "PLAIN": self.combined}),
+            **{"ONLY_FLAGGED": flagged},
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -193,8 +194,8 @@ class _Loss:
             *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, self.targets, self.flags),
             *(self.references, self.factors, (12 - 4 * rows).to(torch.int16), totals, sums),
             *(scorer.tokens, scorer.vocabulary, scorer.words, each),
-            **(scorer.scoring() | scorer.sum_forms() | {"HAS_PRIOR": scorer.prior is not None, "SHIFT": self.shift}),
-            **{"KNOWN": known, "COMBINED": self.combined, "ONLY_FLAGGED": flagged, "BV": tile.codes, "BT": tile.tokens},
+            **(scorer.scoring(tile) | scorer.sum_forms() | {"HAS_PRIOR": scorer.prior is not None, "SHIFT": self.shift}),
+            **{"KNOWN": known, "COMBINED": self.combined, "ONLY_FLAGGED": flagged},
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -257,7 +258,7 @@ def prior_gradient(
         (triton.cdiv(scorer.vocabulary, tile.codes),),
         *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, targets, relative, 1 + rise),
         *(at_targets, torch.where(targets < 0, 0.0, grad), result, scorer.tokens, scorer.vocabulary, scorer.words),
-        **(scorer.scoring() | {"SHIFT": options.smoothing / scorer.vocabulary, "BV": tile.codes, "BT": tile.tokens}),
+        **(scorer.scoring(tile) | {"SHIFT": options.smoothing / scorer.vocabulary}),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -90,14 +90,41 @@ def load_hidden(hidden, token, tokens, part, W: tl.constexpr, DOT: tl.constexpr)
 
 
 @triton.jit
-def load_words(codes, stride, first, vocabulary, words, W: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr):
-    """Halfwords [BV, W] of the codes first .. first + BV - 1; zero where there is none."""
-    row, column = tl.arange(0, BV), tl.arange(0, W)
-    at = codes + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
-    real = (first + row < vocabulary)[:, None]
-    if not FULL:
-        real = real & (column < words)[None, :]
-    return tl.load(at, mask=real, other=0)
+def first_code(tile, vocabulary, BV: tl.constexpr, SHORT: tl.constexpr):
+    """Where a tile's codes begin: the last tile reaches back over the one before rather than past the vocabulary, so that loads
+    need no mask. (SHORT: the vocabulary is no longer than a tile.)"""
+    begin = tile * BV
+    if not SHORT:
+        begin = tl.minimum(begin, vocabulary - BV)
+    return begin
+
+
+@triton.jit
+def load_words(codes, stride, begin, vocabulary, words, W: tl.constexpr, BV: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr):
+    """Halfwords [BV, W] of the codes from ``begin`` on; zero where there is none."""
+    row, column = tl.arange(0, BV)[:, None], tl.arange(0, W)[None, :]
+    at = codes + tl.cast(begin, tl.int64) * stride + (row * stride + column)
+    if SHORT:
+        loaded = tl.load(at, mask=(begin + row < vocabulary) & (column < words), other=0)
+    elif FULL:
+        loaded = tl.load(at)
+    else:
+        loaded = tl.load(at, mask=column < words, other=0)
+    return loaded
+
+
+@triton.jit
+def load_across(codes, stride, begin, vocabulary, words, W: tl.constexpr, BV: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr):
+    """The same transposed and four times under each other, [4 W, BV]."""
+    row, column = tl.arange(0, BV)[None, :], tl.arange(0, W)[:, None]
+    at = codes + tl.cast(begin, tl.int64) * stride + (row * stride + column)
+    if SHORT:
+        loaded = tl.load(at, mask=(begin + row < vocabulary) & (column < words), other=0)
+    elif FULL:
+        loaded = tl.load(at)
+    else:
+        loaded = tl.load(at, mask=column < words, other=0)
+    return tl.reshape(tl.broadcast_to(loaded[None, :, :], (4, W, BV)), (4 * W, BV))
 
 
 @triton.jit
@@ -109,16 +136,19 @@ def add_product(z, words, hidden, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_bias(prior, reference, code, vocabulary, HAS_PRIOR: tl.constexpr, SOFTCAP: tl.constexpr):
-    """What is added to a code's product, log2 units: its prior less the reference; -inf past the vocabulary (padding bits are a
-    code like any other). Under a soft-cap the prior goes inside and the reference is 0."""
+def load_bias(prior, reference, code, valid, HAS_PRIOR: tl.constexpr, SOFTCAP: tl.constexpr, SHORT: tl.constexpr):
+    """What is added to a code's product, log2 units: its prior less the reference; -inf where not ``valid`` (padding is a code like
+    any other). Under a soft-cap the prior goes inside and the reference is 0."""
     bias = tl.zeros(code.shape, tl.float32)
     if HAS_PRIOR:
-        bias = tl.load(prior + code, mask=code < vocabulary, other=0.0).to(tl.float32)
+        if SHORT:
+            bias = tl.load(prior + code, mask=valid, other=0.0).to(tl.float32)
+        else:
+            bias = tl.load(prior + code).to(tl.float32)
         if SOFTCAP == 0:
             bias = bias * LOG2E - tl.load(reference)
     if SOFTCAP == 0:
-        bias = tl.where(code < vocabulary, bias, float("-inf"))
+        bias = tl.where(valid, bias, float("-inf"))
     return bias
 
 
@@ -133,13 +163,14 @@ def capped_share(u):
 
 
 @triton.jit
-def to_scores(z, bias, code, vocabulary, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+def to_scores(z, bias, valid, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """(scores in log2 units, d score / d uncapped score) of products z [BV, BT]; SCALE is 1 / sqrt(K)."""
     if SOFTCAP == 0:
-        return z * (SCALE * LOG2E) + bias[:, None], 1.0
-    share = capped_share((z * SCALE + bias[:, None]) / SOFTCAP)
-    scores = tl.where((code < vocabulary)[:, None], share * (SOFTCAP * LOG2E), float("-inf"))
-    slope = tl.where((code < vocabulary)[:, None], 1 - share * share, 0.0)
+        scores, slope = z * (SCALE * LOG2E) + bias[:, None], 1.0
+    else:
+        share = capped_share((z * SCALE + bias[:, None]) / SOFTCAP)
+        scores = tl.where(valid[:, None], share * (SOFTCAP * LOG2E), float("-inf"))
+        slope = tl.where(valid[:, None], 1 - share * share, 0.0)
     return scores, slope
 
 
@@ -155,10 +186,25 @@ def tile_range(flags, token, tokens, vocabulary, tiles, BV: tl.constexpr, ONLY_F
 
 
 @triton.jit
-def next_tile(target, after, BV: tl.constexpr):
-    """The first tile from ``after`` on that holds a target of these tokens (NEVER if none does)."""
+def load_targets(targets, tokens, BT: tl.constexpr):
+    """Of this program's tokens; loaded again whenever needed, which is seldom, and held in no register meanwhile."""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    return tl.load(targets + token, mask=token < tokens, other=-1).to(tl.int32)
+
+
+@triton.jit
+def next_tile(target, after, BV: tl.constexpr, FORM: tl.constexpr):
+    """The first tile from ``after`` on that holds a target of these tokens (NEVER if none does).
+
+    The same in all threads, which NVIDIA's assembler only believes of a shuffle's result; else it gives up uniform registers for
+    the whole loop that compares with it (60 moves a tile)."""
     tile = target // BV
-    return tl.min(tl.where((target >= 0) & (tile >= after), tile, NEVER), 0)
+    found = tl.min(tl.where((target >= 0) & (tile >= after), tile, NEVER), 0)
+    if FORM == "bf16_asm" or FORM == "fp16_asm":
+        found = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [found], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return found
 
 
 @triton.jit
@@ -166,7 +212,8 @@ def find_lse(
     hidden, codes, stride, prior, reference, targets, flags, top_out, total_out, dot_out, best_out, id_out, plain_out,
     tokens, vocabulary, words, tiles,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, AUX: tl.constexpr, PLAIN: tl.constexpr,
-    ONLY_FLAGGED: tl.constexpr, FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr,
+    ONLY_FLAGGED: tl.constexpr, FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
+    SHORT: tl.constexpr, FULL: tl.constexpr,
     W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """BT tokens against ``tiles`` tiles of BV codes: largest score and sum of exp2(score - largest) of all codes but the target.
@@ -176,9 +223,8 @@ def find_lse(
     of all scores.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    target = tl.load(targets + token, mask=token < tokens, other=-1).to(tl.int32)
     first, last = tile_range(flags, token, tokens, vocabulary, tiles, BV, ONLY_FLAGGED)
-    upcoming = next_tile(target, first, BV)
+    upcoming = next_tile(load_targets(targets, tokens, BT), first, BV, FORM)
     row = tl.arange(0, BV)
     top = tl.full((BV, BT), LOWEST, tl.float32)
     total = tl.zeros((BV, BT), tl.float32)
@@ -193,21 +239,24 @@ def find_lse(
         part1 = load_hidden(hidden, token, tokens, 1, W, DOT)
         part2 = load_hidden(hidden, token, tokens, 2, W, DOT)
     for tile in range(first, last):
-        code = tile * BV + row
-        packed = load_words(codes, stride, tile * BV, vocabulary, words, W, BV, FULL)
+        begin = first_code(tile, vocabulary, BV, SHORT)
+        code = begin + row
+        valid = (code >= tile * BV) & (code < vocabulary)
+        packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
         z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
         if PARTS == 3:
             z = add_product(add_product(z, packed, part1, FORM), packed, part2, FORM)
-        bias = load_bias(prior, reference, code, vocabulary, HAS_PRIOR, SOFTCAP)
-        x, _ = to_scores(z, bias, code, vocabulary, SCALE, SOFTCAP)
+        bias = load_bias(prior, reference, code, valid, HAS_PRIOR, SOFTCAP, SHORT)
+        x, _ = to_scores(z, bias, valid, SCALE, SOFTCAP)
         if AUX:
-            where = tl.where(x > best, tile, where)
+            where = tl.where(x > best, begin, where)
             best = tl.where(x > best, x, best)
         if PLAIN:
-            plain += tl.where((code < vocabulary)[:, None], x, 0.0)
+            plain += tl.where(valid[:, None], x, 0.0)
         if tile == upcoming:
-            x = tl.where(code[:, None] == target[None, :], float("-inf"), x)
-            upcoming = next_tile(target, tile + 1, BV)
+            hit = load_targets(targets, tokens, BT)
+            x = tl.where(code[:, None] == hit[None, :], float("-inf"), x)
+            upcoming = next_tile(hit, tile + 1, BV, FORM)
         step = x - top
         decay = tl.exp2(-tl.abs(step))
         higher = step > 0
@@ -228,7 +277,7 @@ def find_lse(
     if AUX:
         tl.store(dot_out + split, tl.sum((dot + total * tl.where(total > 0, fall, 0.0)) * shrink, 0), mask=real)
         winner = tl.max(best, 0)
-        candidates = tl.where(best == winner[None, :], where * BV + row[:, None], NEVER)
+        candidates = tl.where(best == winner[None, :], where + row[:, None], NEVER)
         tl.store(best_out + split, winner, mask=real)
         tl.store(id_out + split, tl.min(candidates, 0), mask=real)
 
@@ -246,7 +295,8 @@ def sum_codes(
     tokens, vocabulary, words, tiles,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SHIFT: tl.constexpr, KNOWN: tl.constexpr,
     COMBINED: tl.constexpr, ONLY_FLAGGED: tl.constexpr,
-    FORM: tl.constexpr, SUM_FORM: tl.constexpr, DOT: tl.constexpr, SUM_DOT: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr,
+    FORM: tl.constexpr, SUM_FORM: tl.constexpr, DOT: tl.constexpr, SUM_DOT: tl.constexpr, PARTS: tl.constexpr,
+    SHORT: tl.constexpr, FULL: tl.constexpr,
     W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """BT tokens against ``tiles`` tiles of BV codes, the target left out: sum of p and sum of p * slope * code, p = exp2(score).
@@ -259,9 +309,8 @@ def sum_codes(
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     real = token < tokens
-    target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)
     first, last = tile_range(flags, token, tokens, vocabulary, tiles, BV, ONLY_FLAGGED)
-    upcoming = next_tile(target, first, BV)
+    upcoming = next_tile(load_targets(targets, tokens, BT), first, BV, FORM)
     row, place = tl.arange(0, BV), tl.arange(0, 4 * W)
     if KNOWN:
         known = tl.load(references + token, mask=real, other=0.0)
@@ -275,21 +324,24 @@ def sum_codes(
     sum0 = tl.zeros((4 * W, BT), tl.float32)
     sum1, sum2, sum3 = sum0, sum0, sum0
     for tile in range(first, last):
-        code = tile * BV + row
-        packed = load_words(codes, stride, tile * BV, vocabulary, words, W, BV, FULL)
+        begin = first_code(tile, vocabulary, BV, SHORT)
+        code = begin + row
+        valid = (code >= tile * BV) & (code < vocabulary)
+        packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
         z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
         if PARTS == 3:
             z = add_product(add_product(z, packed, part1, FORM), packed, part2, FORM)
-        bias = load_bias(prior, reference, code, vocabulary, HAS_PRIOR, SOFTCAP)
-        x, slope = to_scores(z, bias, code, vocabulary, SCALE, SOFTCAP)
+        bias = load_bias(prior, reference, code, valid, HAS_PRIOR, SOFTCAP, SHORT)
+        x, slope = to_scores(z, bias, valid, SCALE, SOFTCAP)
         if KNOWN:
             x -= known[None, :]
         p = tl.exp2(x)
         if tile == upcoming:
-            p = tl.where(code[:, None] == target[None, :], 0.0, p)
+            hit = load_targets(targets, tokens, BT)
+            p = tl.where(code[:, None] == hit[None, :], 0.0, p)
             if COMBINED:
-                slope = tl.where(code[:, None] == target[None, :], 0.0, slope)
-            upcoming = next_tile(target, tile + 1, BV)
+                slope = tl.where(code[:, None] == hit[None, :], 0.0, slope)
+            upcoming = next_tile(hit, tile + 1, BV, FORM)
         total += tl.sum(tl.reshape(p, (BV // 16, 2, 8, BT)), 1)  # rows that one thread holds
         if COMBINED:
             p = p * factor[None, :] - SHIFT
@@ -297,11 +349,8 @@ def sum_codes(
             p = p * slope
         # A load, not arithmetic, for the rows' shifts: only then does the compiler move words, not numbers, between threads.
         shift = tl.broadcast_to(tl.load(shifts + place)[:, None], (4 * W, BV))
-        at = codes + tl.cast(tile * BV, tl.int64) * stride + (row[None, :] * stride + (place % W)[:, None])
-        here = (code < vocabulary)[None, :]
-        if not FULL:
-            here = here & (place % W < words)[:, None]
-        across = align_rows(tl.load(at, mask=here, other=0), shift, SUM_FORM)
+        across = load_across(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
+        across = align_rows(across, shift, SUM_FORM)
         high, rest = rounded(p, SUM_DOT)
         sum0 = tl.dot(slice_of(across, 12, SUM_FORM), high, sum0)
         sum1 = tl.dot(slice_of(across, 13, SUM_FORM), high, sum1)
@@ -327,15 +376,17 @@ def sum_tokens(
     hidden, codes, stride, prior, reference, targets, lse, rises, at_targets, upstream, out,
     tokens, vocabulary, words,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
-    FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """The prior's gradient for BV codes, from all tokens in order: sum of upstream * (rise * p - SHIFT) * slope, at the target
     ``at_targets`` instead of rise * p. lse is in the units of the scores and relative to ``reference``; upstream is 0 where a
     token is ignored, whatever else it holds."""
-    start = tl.program_id(0) * BV
-    code = start + tl.arange(0, BV)
-    packed = load_words(codes, stride, start, vocabulary, words, W, BV, FULL)
-    bias = load_bias(prior, reference, code, vocabulary, True, SOFTCAP)
+    tile = tl.program_id(0)
+    begin = first_code(tile, vocabulary, BV, SHORT)
+    code = begin + tl.arange(0, BV)
+    valid = (code >= tile * BV) & (code < vocabulary)
+    packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
+    bias = load_bias(prior, reference, code, valid, True, SOFTCAP, SHORT)
     total = tl.zeros((BV, BT), tl.float32)
     for begin in range(0, tokens, BT):
         token = begin + tl.arange(0, BT)
@@ -343,7 +394,7 @@ def sum_tokens(
         z = tl.zeros((BV, BT), tl.float32)
         for part in tl.static_range(PARTS):
             z = add_product(z, packed, load_hidden(hidden, token, tokens, part, W, DOT), FORM)
-        x, slope = to_scores(z, bias, code, vocabulary, SCALE, SOFTCAP)
+        x, slope = to_scores(z, bias, valid, SCALE, SOFTCAP)
         weight = tl.exp2(x - tl.load(lse + token, mask=real, other=0.0)[None, :])
         weight = weight * tl.load(rises + token, mask=real, other=0.0)[None, :]
         target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)
@@ -351,4 +402,4 @@ def sum_tokens(
         weight = tl.where(hit, tl.load(at_targets + token, mask=real, other=0.0)[None, :], weight)
         weight = (weight - SHIFT) * slope * tl.load(upstream + token, mask=real, other=0.0)[None, :]
         total += tl.where((target >= 0)[None, :], weight, 0.0)
-    tl.store(out + code, tl.sum(total, 1).to(out.dtype.element_ty), mask=code < vocabulary)
+    tl.store(out + code, tl.sum(total, 1).to(out.dtype.element_ty), mask=valid)
