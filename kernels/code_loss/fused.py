@@ -9,7 +9,7 @@ caller wants argmax and entropy, which would not fit in registers beside the sum
 weights need the final logsumexp.
 
 hidden in bfloat16 and float16 meets the codes exactly, float32 as three bfloat16 parts that add up to it exactly (three products);
-p meets them in bfloat16, for float32 in three parts.
+p meets them in bfloat16, for float16 in two parts and for float32 in three.
 
 Tried and dropped: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what never happens); slices as
 separate products of depth 32 (16 waits instead of 4); the second product's codes converted after unpacking (8 barriers a tile).
@@ -27,7 +27,7 @@ from kernels.launch import INTERPRETER, launch, target_of
 
 from .checks import Options
 from .fused_finish import count_bits, finish_losses, finish_rows
-from .fused_kernels import LOG2E, find_lse, sum_codes, sum_tokens
+from .fused_kernels import LOG2E, find_lse, list_hits, sum_codes, sum_tokens
 
 _MAX_WIDTH = 2048
 _FINISH = 16
@@ -46,10 +46,10 @@ class _Tile:
 
 _UNITS = {"sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, INTERPRETER: 4}
 """Programs that a chip runs at once, one to a multiprocessor: what the split of the vocabulary aims at."""
-_SMALL = {"sums": _Tile(64, 32, 4, 1), "sums32": _Tile(64, 16, 4, 1), "lse": _Tile(64, 32, 4, 1), "aux": _Tile(64, 32, 4, 1)}
+_SMALL = {"sums": _Tile(64, 32, 4, 1), "loss": _Tile(64, 32, 4, 1), "lse": _Tile(64, 32, 4, 1), "fp32": _Tile(64, 16, 4, 1)}
 _TILES = {
-    "sm_90": {"sums": _Tile(128, 64, 8, 2), "sums32": _Tile(128, 32, 8, 1), "lse": _Tile(128, 128, 8, 2), "aux": _Tile(128, 64, 8, 1)},
-    INTERPRETER: dict.fromkeys(("sums", "sums32", "lse", "aux"), _Tile(128, 32, 4, 1)),
+    "sm_90": {"sums": _Tile(128, 64, 8, 2), "loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 64, 8, 1), "fp32": _Tile(128, 32, 8, 1)},
+    INTERPRETER: dict.fromkeys(("sums", "loss", "lse", "fp32"), _Tile(128, 32, 4, 1)),
 }
 
 
@@ -66,6 +66,7 @@ class _Scorer:
         self.codes = (codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()).view(torch.int16)
         self.words = self.codes.shape[1]
         self.slots = max(16, triton.next_power_of_2(self.words))
+        self.dtype = hidden.dtype
         self.parts = 3 if hidden.dtype == torch.float32 else 1
         self.hidden = _permuted(hidden, self.slots, self.parts)
         self.prior, self.reference = prior, None
@@ -76,7 +77,7 @@ class _Scorer:
 
     def tile(self, kind: str) -> _Tile:
         tiles = _TILES.get(self.target, _SMALL)
-        tile = tiles["sums32" if self.parts == 3 else kind]
+        tile = tiles["fp32" if self.parts == 3 else kind]
         # The hidden tile and the sums grow with the width; so the tokens shrink.
         return _Tile(tile.codes, max(16, tile.tokens * 32 // max(32, self.slots)), tile.warps, tile.stages)
 
@@ -96,9 +97,10 @@ class _Scorer:
 
     def sum_forms(self) -> dict:
         """The same for the sums of codes: always bfloat16, for its range."""
+        parts = {"SUM_PARTS": {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[self.dtype]}
         if self.target == INTERPRETER:
-            return {"SUM_FORM": "fp32", "SUM_DOT": tl.float32}
-        return {"SUM_FORM": "bf16_asm" if self.target.startswith("sm_") else "bf16", "SUM_DOT": tl.bfloat16}
+            return parts | {"SUM_FORM": "fp32", "SUM_DOT": tl.float32}
+        return parts | {"SUM_FORM": "bf16_asm" if self.target.startswith("sm_") else "bf16", "SUM_DOT": tl.bfloat16}
 
     def shared(self) -> dict:
         return {"SCALE": 1 / math.sqrt(self.width), "SOFTCAP": self.softcap, "PARTS": self.parts, "W": self.slots}
@@ -152,18 +154,25 @@ class _Loss:
             self.prior_sum = total if scorer.prior is None else scorer.prior.float().sum()
 
     def run(self) -> None:
-        if not self.options.hidden_grad or self.options.aux or self.combined:
+        if self.options.aux or self.combined:
             self.two_passes(flagged=False)
             return
         self.flags = self.scorer.empty(self.scorer.tokens, dtype=torch.int32)
         totals, sums = self.sums(known=False, flagged=False)
         self.losses(None, totals, one_pass=True)
-        self.rows(sums, flagged=False)
+        if self.options.hidden_grad:
+            self.rows(sums, flagged=False)
         self.two_passes(flagged=True)
+
+    def hits(self, tile: _Tile) -> torch.Tensor:
+        programs = triton.cdiv(self.scorer.tokens, tile.tokens)
+        found = self.scorer.empty(programs, tile.tokens + 1, dtype=torch.int32)
+        launch(list_hits, (programs,), self.targets, found, self.scorer.tokens, BV=tile.codes, BT=tile.tokens)
+        return found
 
     def two_passes(self, flagged: bool) -> None:
         scorer, aux = self.scorer, self.options.aux
-        tile = scorer.tile("aux" if aux else "lse")
+        tile = scorer.tile("lse")
         splits, each = scorer.splits(tile)
         tops, totals, dots, bests, plains = (scorer.empty(splits, scorer.tokens) for _ in range(5))
         ids = scorer.empty(splits, scorer.tokens, dtype=torch.int32)
@@ -184,18 +193,20 @@ class _Loss:
 
     def sums(self, known: bool, flagged: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch ``sum_codes``: (sums of p [splits, T], of p times code [splits, T, 16 * slots])."""
-        scorer, tile = self.scorer, self.scorer.tile("sums")
+        scorer, wanted = self.scorer, self.options.hidden_grad
+        tile = scorer.tile("sums" if wanted else "loss")
         splits, each = scorer.splits(tile)
-        totals, sums = scorer.empty(splits, scorer.tokens), scorer.empty(splits, scorer.tokens, 16 * scorer.slots)
+        totals = scorer.empty(splits, scorer.tokens)
+        sums = scorer.empty(splits, scorer.tokens, 16 * scorer.slots) if wanted else totals
         rows = torch.arange(4 * scorer.slots, device=totals.device) // scorer.slots
         launch(
             sum_codes,
             (triton.cdiv(scorer.tokens, tile.tokens), splits),
-            *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, self.targets, self.flags),
-            *(self.references, self.factors, (12 - 4 * rows).to(torch.int16), totals, sums),
+            *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, self.targets, self.hits(tile)),
+            *(self.flags, self.references, self.factors, (12 - 4 * rows).to(torch.int16), totals, sums),
             *(scorer.tokens, scorer.vocabulary, scorer.words, each),
             **(scorer.scoring(tile) | scorer.sum_forms() | {"HAS_PRIOR": scorer.prior is not None, "SHIFT": self.shift}),
-            **{"KNOWN": known, "COMBINED": self.combined, "ONLY_FLAGGED": flagged},
+            **{"KNOWN": known, "COMBINED": self.combined, "SUMS": wanted, "ONLY_FLAGGED": flagged},
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -8,13 +8,17 @@ shared memory as a number. Both products have the codes on the left for that rea
     scores^T [codes, tokens] = codes [codes, K] hidden^T [K, tokens]        sums^T [K, tokens] += codes^T [K, codes] p [codes, tokens]
 
 Scores are in units of log2, so that exp2 needs no multiplication.
+
+The target is left out of every sum (see ``fused_finish``). Comparing each code with each token's target would cost a tenth of the
+loop and its registers, and a branch on data costs NVIDIA's assembler its uniform registers; so the loop passes over the tiles that
+hold a target of the program's tokens (``list_hits``), and a second loop does just these, with the comparison.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NEVER = tl.constexpr(1 << 30)
+NEVER = tl.constexpr((1 << 31) - 1)
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -175,6 +179,35 @@ def to_scores(z, bias, valid, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def score_tile(
+    tile, allowed, codes, stride, prior, reference, part0, part1, part2, vocabulary, words,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, FORM: tl.constexpr, PARTS: tl.constexpr,
+    SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """(first code, which codes count, scores, slopes) of a tile; -inf and 0 where not ``allowed`` or already in the tile before."""
+    begin = first_code(tile, vocabulary, BV, SHORT)
+    code = begin + tl.arange(0, BV)
+    valid = (code >= tile * BV) & (code < vocabulary) & allowed
+    packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
+    z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
+    if PARTS == 3:
+        z = add_product(add_product(z, packed, part1, FORM), packed, part2, FORM)
+    bias = load_bias(prior, reference, code, valid, HAS_PRIOR, SOFTCAP, SHORT)
+    x, slope = to_scores(z, bias, valid, SCALE, SOFTCAP)
+    return begin, valid, x, slope
+
+
+@triton.jit
+def load_parts(hidden, token, tokens, W: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr):
+    """All parts of the hidden states; the first one three times when there is only one."""
+    part0 = load_hidden(hidden, token, tokens, 0, W, DOT)
+    if PARTS == 3:
+        return part0, load_hidden(hidden, token, tokens, 1, W, DOT), load_hidden(hidden, token, tokens, 2, W, DOT)
+    else:
+        return part0, part0, part0
+
+
+@triton.jit
 def tile_range(flags, token, tokens, vocabulary, tiles, BV: tl.constexpr, ONLY_FLAGGED: tl.constexpr):
     """The tiles of this program's split; none when no token of it is flagged and only those are wanted."""
     first = tl.program_id(1) * tiles
@@ -186,25 +219,38 @@ def tile_range(flags, token, tokens, vocabulary, tiles, BV: tl.constexpr, ONLY_F
 
 
 @triton.jit
-def load_targets(targets, tokens, BT: tl.constexpr):
-    """Of this program's tokens; loaded again whenever needed, which is seldom, and held in no register meanwhile."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    return tl.load(targets + token, mask=token < tokens, other=-1).to(tl.int32)
+def list_hits(targets, out, tokens, BV: tl.constexpr, BT: tl.constexpr):
+    """The tiles of BV codes in which BT tokens have their targets: ascending, each once, then NEVER; int32 [programs, BT + 1]."""
+    start, place = tl.program_id(0) * BT, tl.arange(0, BT)
+    target = tl.load(targets + start + place, mask=start + place < tokens, other=-1).to(tl.int32)
+    tile = tl.where(target >= 0, target // BV, NEVER)
+    before = (tile[None, :] == tile[:, None]) & (place[None, :] < place[:, None])
+    first = (tl.max(before.to(tl.int32), 1) == 0) & (tile < NEVER)
+    smaller = (tile[None, :] < tile[:, None]) & first[None, :]
+    rank = tl.sum(smaller.to(tl.int32), 1)
+    row = out + tl.program_id(0) * (BT + 1)
+    tl.store(row + rank, tile, mask=first)
+    rest = tl.arange(0, 2 * BT)
+    tl.store(row + rest, NEVER, mask=(rest >= tl.sum(first.to(tl.int32), 0)) & (rest <= BT))
 
 
 @triton.jit
-def next_tile(target, after, BV: tl.constexpr, FORM: tl.constexpr):
-    """The first tile from ``after`` on that holds a target of these tokens (NEVER if none does).
+def hits_before(hits, tile, BT: tl.constexpr):
+    """How many of this program's hits come before ``tile``."""
+    found = tl.load(hits + tl.program_id(0) * (BT + 1) + tl.arange(0, BT))
+    return tl.sum((found < tile).to(tl.int32), 0)
 
-    The same in all threads, which NVIDIA's assembler only believes of a shuffle's result; else it gives up uniform registers for
-    the whole loop that compares with it (60 moves a tile)."""
-    tile = target // BV
-    found = tl.min(tl.where((target >= 0) & (tile >= after), tile, NEVER), 0)
-    if FORM == "bf16_asm" or FORM == "fp16_asm":
-        found = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [found], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return found
+
+@triton.jit
+def online(top, total, dot, x, AUX: tl.constexpr):
+    """Largest score, sum of exp2(score - largest), and with AUX of that times (score - largest), with one more score each."""
+    step = x - top
+    decay = tl.exp2(-tl.abs(step))
+    higher = step > 0
+    if AUX:
+        step = tl.where(step < LOWEST, LOWEST, step)  # 0 * -inf
+        dot = tl.where(higher, (dot - total * step) * decay, dot + decay * step)
+    return tl.where(higher, x, top), tl.where(higher, total * decay + 1, total + decay), dot
 
 
 @triton.jit
@@ -213,8 +259,7 @@ def find_lse(
     tokens, vocabulary, words, tiles,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, AUX: tl.constexpr, PLAIN: tl.constexpr,
     ONLY_FLAGGED: tl.constexpr, FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
-    SHORT: tl.constexpr, FULL: tl.constexpr,
-    W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """BT tokens against ``tiles`` tiles of BV codes: largest score and sum of exp2(score - largest) of all codes but the target.
 
@@ -223,50 +268,29 @@ def find_lse(
     of all scores.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
+    real = token < tokens
     first, last = tile_range(flags, token, tokens, vocabulary, tiles, BV, ONLY_FLAGGED)
-    upcoming = next_tile(load_targets(targets, tokens, BT), first, BV, FORM)
     row = tl.arange(0, BV)
+    target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)
     top = tl.full((BV, BT), LOWEST, tl.float32)
     total = tl.zeros((BV, BT), tl.float32)
-    if AUX:
-        dot = tl.zeros((BV, BT), tl.float32)
-        best = tl.full((BV, BT), float("-inf"), tl.float32)
-        where = tl.full((BV, BT), 0, tl.int32)
-    if PLAIN:
-        plain = tl.zeros((BV, BT), tl.float32)
-    part0 = load_hidden(hidden, token, tokens, 0, W, DOT)
-    if PARTS == 3:
-        part1 = load_hidden(hidden, token, tokens, 1, W, DOT)
-        part2 = load_hidden(hidden, token, tokens, 2, W, DOT)
+    dot, plain = total, total
+    best = tl.full((BV, BT), float("-inf"), tl.float32)
+    where = tl.full((BV, BT), 0, tl.int32)
+    part0, part1, part2 = load_parts(hidden, token, tokens, W, DOT, PARTS)
     for tile in range(first, last):
-        begin = first_code(tile, vocabulary, BV, SHORT)
-        code = begin + row
-        valid = (code >= tile * BV) & (code < vocabulary)
-        packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
-        z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
-        if PARTS == 3:
-            z = add_product(add_product(z, packed, part1, FORM), packed, part2, FORM)
-        bias = load_bias(prior, reference, code, valid, HAS_PRIOR, SOFTCAP, SHORT)
-        x, _ = to_scores(z, bias, valid, SCALE, SOFTCAP)
+        begin, valid, x, _ = score_tile(
+            tile, True, codes, stride, prior, reference, part0, part1, part2, vocabulary, words,
+            SCALE, SOFTCAP, HAS_PRIOR, FORM, PARTS, SHORT, FULL, W, BV, BT,
+        )  # fmt: skip
         if AUX:
             where = tl.where(x > best, begin, where)
             best = tl.where(x > best, x, best)
         if PLAIN:
             plain += tl.where(valid[:, None], x, 0.0)
-        if tile == upcoming:
-            hit = load_targets(targets, tokens, BT)
-            x = tl.where(code[:, None] == hit[None, :], float("-inf"), x)
-            upcoming = next_tile(hit, tile + 1, BV, FORM)
-        step = x - top
-        decay = tl.exp2(-tl.abs(step))
-        higher = step > 0
-        if AUX:
-            step = tl.where(step < LOWEST, LOWEST, step)  # 0 * -inf
-            dot = tl.where(higher, (dot - total * step) * decay, dot + decay * step)
-        total = tl.where(higher, total * decay + 1, total + decay)
-        top = tl.where(higher, x, top)
+        x = tl.where((begin + row)[:, None] == target[None, :], float("-inf"), x)
+        top, total, dot = online(top, total, dot, x, AUX)
     split = tl.program_id(1).to(tl.int64) * tokens + token
-    real = token < tokens
     highest = tl.max(top, 0)
     fall = top - highest[None, :]
     shrink = tl.exp2(fall)
@@ -290,16 +314,71 @@ def rounded(p, DOT: tl.constexpr):
 
 
 @triton.jit
-def sum_codes(
-    hidden, codes, stride, prior, reference, targets, flags, references, factors, shifts, total_out, sums_out,
-    tokens, vocabulary, words, tiles,
+def add_codes(
+    sum0, sum1, sum2, sum3, p, begin, codes, stride, shifts, vocabulary, words,
+    FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
+    SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The four accumulators + code^T . p, p [BV, BT] as PARTS bfloat16 parts."""
+    # A load, not arithmetic, for the rows' shifts: only then does the compiler move words, not numbers, between threads.
+    shift = tl.broadcast_to(tl.load(shifts + tl.arange(0, 4 * W))[:, None], (4 * W, BV))
+    across = align_rows(load_across(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL), shift, FORM)
+    for _ in tl.static_range(PARTS):
+        high, p = rounded(p, DOT)
+        sum0 = tl.dot(slice_of(across, 12, FORM), high, sum0)
+        sum1 = tl.dot(slice_of(across, 13, FORM), high, sum1)
+        sum2 = tl.dot(slice_of(across, 14, FORM), high, sum2)
+        sum3 = tl.dot(slice_of(across, 15, FORM), high, sum3)
+    return sum0, sum1, sum2, sum3
+
+
+@triton.jit
+def weigh(
+    tile, allowed, total, sum0, sum1, sum2, sum3, known, factor, target,
+    codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, HIT: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SHIFT: tl.constexpr, KNOWN: tl.constexpr,
-    COMBINED: tl.constexpr, ONLY_FLAGGED: tl.constexpr,
-    FORM: tl.constexpr, SUM_FORM: tl.constexpr, DOT: tl.constexpr, SUM_DOT: tl.constexpr, PARTS: tl.constexpr,
-    SHORT: tl.constexpr, FULL: tl.constexpr,
+    COMBINED: tl.constexpr, SUMS: tl.constexpr, FORM: tl.constexpr, SUM_FORM: tl.constexpr, SUM_DOT: tl.constexpr,
+    PARTS: tl.constexpr, SUM_PARTS: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr,
     W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens against ``tiles`` tiles of BV codes, the target left out: sum of p and sum of p * slope * code, p = exp2(score).
+    """One tile of ``sum_codes``; with HIT the targets in it are left out."""
+    begin, _, x, slope = score_tile(
+        tile, allowed, codes, stride, prior, reference, part0, part1, part2, vocabulary, words,
+        SCALE, SOFTCAP, HAS_PRIOR, FORM, PARTS, SHORT, FULL, W, BV, BT,
+    )  # fmt: skip
+    if KNOWN:
+        x -= known[None, :]
+    p = tl.exp2(x)
+    if HIT:
+        hit = (begin + tl.arange(0, BV))[:, None] == target[None, :]
+        p = tl.where(hit, 0.0, p)
+        if COMBINED:
+            slope = tl.where(hit, 0.0, slope)
+    total += tl.sum(tl.reshape(p, (BV // 16, 2, 8, BT)), 1)  # rows that one thread holds
+    if SUMS:
+        if COMBINED:
+            p = p * factor[None, :] - SHIFT
+        if SOFTCAP != 0:
+            p = p * slope
+        sum0, sum1, sum2, sum3 = add_codes(
+            sum0, sum1, sum2, sum3, p, begin, codes, stride, shifts, vocabulary, words,
+            SUM_FORM, SUM_DOT, SUM_PARTS, SHORT, FULL, W, BV,
+        )  # fmt: skip
+    return total, sum0, sum1, sum2, sum3
+
+
+@triton.jit
+def sum_codes(
+    hidden, codes, stride, prior, reference, targets, hits, flags, references, factors, shifts, total_out, sums_out,
+    tokens, vocabulary, words, tiles,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SHIFT: tl.constexpr, KNOWN: tl.constexpr,
+    COMBINED: tl.constexpr, SUMS: tl.constexpr, ONLY_FLAGGED: tl.constexpr,
+    FORM: tl.constexpr, SUM_FORM: tl.constexpr, DOT: tl.constexpr, SUM_DOT: tl.constexpr,
+    PARTS: tl.constexpr, SUM_PARTS: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr,
+    W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """BT tokens against ``tiles`` tiles of BV codes, the target left out: sum of p, p = exp2(score), and with SUMS of
+    p * slope * code.
 
     No running maximum: a score is relative to ``reference`` already (bfloat16 and fp32 hold 2^-126 .. 2^127, and whoever reads the
     sums sees when that was not enough), or with KNOWN to the logsumexp of the other codes, ``references`` [T]. COMBINED adds up
@@ -310,65 +389,43 @@ def sum_codes(
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     real = token < tokens
     first, last = tile_range(flags, token, tokens, vocabulary, tiles, BV, ONLY_FLAGGED)
-    upcoming = next_tile(load_targets(targets, tokens, BT), first, BV, FORM)
-    row, place = tl.arange(0, BV), tl.arange(0, 4 * W)
+    known = 0.0
+    factor = 0.0
     if KNOWN:
         known = tl.load(references + token, mask=real, other=0.0)
     if COMBINED:
         factor = tl.load(factors + token, mask=real, other=0.0)
-    part0 = load_hidden(hidden, token, tokens, 0, W, DOT)
-    if PARTS == 3:
-        part1 = load_hidden(hidden, token, tokens, 1, W, DOT)
-        part2 = load_hidden(hidden, token, tokens, 2, W, DOT)
+    part0, part1, part2 = load_parts(hidden, token, tokens, W, DOT, PARTS)
     total = tl.zeros((BV // 16, 8, BT), tl.float32)
     sum0 = tl.zeros((4 * W, BT), tl.float32)
     sum1, sum2, sum3 = sum0, sum0, sum0
+    at = hits_before(hits, first, BT)
+    row = hits + tl.program_id(0) * (BT + 1)
+    upcoming = tl.load(row + at)
     for tile in range(first, last):
-        begin = first_code(tile, vocabulary, BV, SHORT)
-        code = begin + row
-        valid = (code >= tile * BV) & (code < vocabulary)
-        packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
-        z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
-        if PARTS == 3:
-            z = add_product(add_product(z, packed, part1, FORM), packed, part2, FORM)
-        bias = load_bias(prior, reference, code, valid, HAS_PRIOR, SOFTCAP, SHORT)
-        x, slope = to_scores(z, bias, valid, SCALE, SOFTCAP)
-        if KNOWN:
-            x -= known[None, :]
-        p = tl.exp2(x)
-        if tile == upcoming:
-            hit = load_targets(targets, tokens, BT)
-            p = tl.where(code[:, None] == hit[None, :], 0.0, p)
-            if COMBINED:
-                slope = tl.where(code[:, None] == hit[None, :], 0.0, slope)
-            upcoming = next_tile(hit, tile + 1, BV, FORM)
-        total += tl.sum(tl.reshape(p, (BV // 16, 2, 8, BT)), 1)  # rows that one thread holds
-        if COMBINED:
-            p = p * factor[None, :] - SHIFT
-        if SOFTCAP != 0:
-            p = p * slope
-        # A load, not arithmetic, for the rows' shifts: only then does the compiler move words, not numbers, between threads.
-        shift = tl.broadcast_to(tl.load(shifts + place)[:, None], (4 * W, BV))
-        across = load_across(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
-        across = align_rows(across, shift, SUM_FORM)
-        high, rest = rounded(p, SUM_DOT)
-        sum0 = tl.dot(slice_of(across, 12, SUM_FORM), high, sum0)
-        sum1 = tl.dot(slice_of(across, 13, SUM_FORM), high, sum1)
-        sum2 = tl.dot(slice_of(across, 14, SUM_FORM), high, sum2)
-        sum3 = tl.dot(slice_of(across, 15, SUM_FORM), high, sum3)
-        for _ in tl.static_range(PARTS - 1):
-            high, rest = rounded(rest, SUM_DOT)
-            sum0 = tl.dot(slice_of(across, 12, SUM_FORM), high, sum0)
-            sum1 = tl.dot(slice_of(across, 13, SUM_FORM), high, sum1)
-            sum2 = tl.dot(slice_of(across, 14, SUM_FORM), high, sum2)
-            sum3 = tl.dot(slice_of(across, 15, SUM_FORM), high, sum3)
+        total, sum0, sum1, sum2, sum3 = weigh(
+            tile, tile != upcoming, total, sum0, sum1, sum2, sum3, known, factor, 0,
+            codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, False,
+            SCALE, SOFTCAP, HAS_PRIOR, SHIFT, KNOWN, COMBINED, SUMS, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS, SHORT, FULL, W, BV, BT,
+        )  # fmt: skip
+        at += (tile == upcoming).to(tl.int32)
+        upcoming = tl.load(row + at)
+    target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)
+    for place in range(hits_before(hits, first, BT), hits_before(hits, last, BT)):
+        total, sum0, sum1, sum2, sum3 = weigh(
+            tl.load(row + place), True, total, sum0, sum1, sum2, sum3, known, factor, target,
+            codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, True,
+            SCALE, SOFTCAP, HAS_PRIOR, SHIFT, KNOWN, COMBINED, SUMS, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS, SHORT, FULL, W, BV, BT,
+        )  # fmt: skip
     split = tl.program_id(1).to(tl.int64) * tokens + token
     tl.store(total_out + split, tl.sum(tl.sum(total, 0), 0), mask=real)
-    out = sums_out + split[None, :] * (16 * W) + ((place // W) * (4 * W) + place % W)[:, None]
-    tl.store(out, sum0, mask=real[None, :])
-    tl.store(out + W, sum1, mask=real[None, :])
-    tl.store(out + 2 * W, sum2, mask=real[None, :])
-    tl.store(out + 3 * W, sum3, mask=real[None, :])
+    if SUMS:
+        place = tl.arange(0, 4 * W)
+        out = sums_out + split[None, :] * (16 * W) + ((place // W) * (4 * W) + place % W)[:, None]
+        tl.store(out, sum0, mask=real[None, :])
+        tl.store(out + W, sum1, mask=real[None, :])
+        tl.store(out + 2 * W, sum2, mask=real[None, :])
+        tl.store(out + 3 * W, sum3, mask=real[None, :])
 
 
 @triton.jit
