@@ -16,7 +16,8 @@ from . import op as registered
 
 __all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
 
-AVAILABLE = ("naive", "eager")
+AVAILABLE = ("naive", "eager", "fused")
+_DECODING = ("naive", "eager")
 
 
 class CodeLossAux(NamedTuple):
@@ -59,7 +60,7 @@ def code_cross_entropy(
     ``torch.nn.functional.cross_entropy``, the mean of no valid token is NaN (and its gradient exactly 0), the sum 0.
 
     Args:
-        hidden: fp64, fp32, bf16 or fp16 [..., K]. Differentiable. Computed in fp32 (fp64 for fp64).
+        hidden: fp64, fp32, bf16 or fp16 [..., K]. Differentiable. Computed in fp32 (fp64 for fp64, which "fused" refuses).
         codes: int32 [V, ceil(K / 32)], constants. Spare bits of the last word are ignored.
         prior: floating [V] or None for zeros. Differentiable: its gradient is a second pass, made only when it is wanted.
         targets: int32 or int64 [...], each in [0, V) or ``ignore_index``.
@@ -72,13 +73,14 @@ def code_cross_entropy(
         z_loss: at least 0.
         softcap: c above 0, or None.
         return_aux: return (loss, CodeLossAux) instead of the loss.
-        impl: "naive" materialises codes and scores; "eager" does neither; "auto".
+        impl: "naive" materialises codes and scores; "eager" does neither; "fused" is one pass of a Triton kernel over the packed
+            codes (two with return_aux, or with label smoothing under a soft-cap), K at most 2048; "auto".
 
     Returns: the loss, fp32 (fp64 for fp64 hidden), a scalar or [...] for "none".
 
     Raises: TypeError (dtype), ValueError (shape, device, option, unknown impl), IndexError (a target out of range, in checked
-    mode; unchecked, the loss of such a token is NaN). The eager path has no second and no forward-mode derivative: asking for
-    one raises RuntimeError.
+    mode; unchecked, the loss of such a token is NaN). Only "naive" has a second and a forward-mode derivative: asking another for
+    one raises RuntimeError. A hidden state that is not finite makes its token's values NaN, but argmax stays in [0, V).
     """
     op = "code_cross_entropy"
     rows = _token_rows(op, hidden, codes, prior)
@@ -114,7 +116,7 @@ def code_logits(
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)
     softcap = checks.require_softcap(op, softcap)
-    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
+    chosen = select_impl(op, impl, hidden.device, _DECODING, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             scores = naive.logits(rows, codes, prior, softcap)
@@ -144,7 +146,7 @@ def code_topk(
     op = "code_topk"
     rows = _token_rows(op, hidden, codes, prior).detach()
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
-    run = naive.topk if select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype) == "naive" else decode.code_topk
+    run = naive.topk if select_impl(op, impl, hidden.device, _DECODING, rows.dtype) == "naive" else decode.code_topk
     with without_autocast(hidden):
         values, ids = run(rows, codes, None if prior is None else prior.detach(), k, softcap)
     return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
@@ -199,7 +201,7 @@ def code_sample(
         positions = positions.reshape(-1)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
-    run = naive.sample if select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype) == "naive" else sampling.code_sample
+    run = naive.sample if select_impl(op, impl, hidden.device, _DECODING, rows.dtype) == "naive" else sampling.code_sample
     with without_autocast(hidden):
         ids = run(rows, codes, None if prior is None else prior.detach(), positions, seed, temperature, *numbers, softcap)
     return ids.view(hidden.shape[:-1])

@@ -49,7 +49,7 @@ _UNITS = {"sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304
 _SMALL = {"sums": _Tile(64, 32, 4, 1), "loss": _Tile(64, 32, 4, 1), "lse": _Tile(64, 32, 4, 1), "fp32": _Tile(64, 16, 4, 1)}
 _TILES = {
     "sm_90": {"sums": _Tile(128, 64, 8, 2), "loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 64, 8, 1), "fp32": _Tile(128, 32, 8, 1)},
-    INTERPRETER: dict.fromkeys(("sums", "loss", "lse", "fp32"), _Tile(128, 32, 4, 1)),
+    INTERPRETER: dict.fromkeys(("sums", "loss", "lse", "fp32"), _Tile(256, 32, 4, 1)),
 }
 
 
