@@ -17,27 +17,26 @@ import torch
 from torch.autograd import forward_ad
 
 IMPLS = ("naive", "eager", "fused", "auto")
+NO_KERNEL = "no Triton kernel yet"
 _log = logging.getLogger("tablefree.kernels")
 _said: set[tuple[str, str]] = set()
 _checked_override: bool | None = None
 
 
-def select_impl(
-    op: str,
-    impl: str,
-    device: torch.device,
-    available: Sequence[str] = ("naive", "eager"),
-    dtype: torch.dtype | None = None,
-) -> str:
+def select_impl(op: str, impl: str, device: torch.device, available: Sequence[str], dtype: torch.dtype | None = None) -> str:
     """Return the implementation of ``op`` to run: ``impl`` itself, or what ``auto`` means on ``device`` (said once in the log).
 
-    Raises ValueError when ``impl`` is unknown or not built for this op, TypeError when it does not compute in ``dtype``, and
-    RuntimeError when it cannot run on ``device``.
+    ``available`` is the op's AVAILABLE. Raises ValueError when ``impl`` is unknown or not built for this op, TypeError when it does
+    not compute in ``dtype``, and RuntimeError when it cannot run on ``device``.
     """
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl must be one of {', '.join(IMPLS)}; got {impl!r}")
     if impl == "auto":
-        return _automatic(op, device, available, dtype)
+        chosen, why = automatic_impl(device, available, dtype)
+        if (op, chosen) not in _said:
+            _said.add((op, chosen))
+            _log.info("%s: impl='auto' runs %r%s", op, chosen, f" ({why})" if why else "")
+        return chosen
     if impl not in available:
         raise ValueError(f"{op}: impl={impl!r} is not available in this version; use one of {', '.join(available)} or auto")
     if impl == "fused":
@@ -48,14 +47,21 @@ def select_impl(
     return impl
 
 
-def _automatic(op: str, device: torch.device, available: Sequence[str], dtype: torch.dtype | None) -> str:
-    wanted = device.type == "cuda" and "fused" in available and dtype != torch.float64
-    problem = fused_problem(device) if wanted else ""
-    chosen = "fused" if wanted and not problem else "eager"
-    if not torch.compiler.is_compiling() and (op, chosen) not in _said:  # a log call would break the compiled graph
-        _said.add((op, chosen))
-        _log.info("%s: impl='auto' runs %r%s", op, chosen, f" ({problem})" if problem else "")
-    return chosen
+# What torch.compiler.assume_constant_result sets, without its import of the compiler (seconds, for every user of the ops): the
+# choice is made by running this function while the graph is built. Traced, its look at the GPU would break the graph.
+select_impl._dynamo_marked_constant = True
+
+
+def automatic_impl(device: torch.device, available: Sequence[str], dtype: torch.dtype | None = None) -> tuple[str, str]:
+    """What ``auto`` means on ``device`` for an op with ``available`` implementations, and why a GPU does not get "fused"."""
+    if device.type != "cuda":
+        return "eager", ""
+    if "fused" not in available:
+        return "eager", NO_KERNEL
+    if dtype == torch.float64:
+        return "eager", "the Triton kernels add in float32, and the tensors are float64"
+    problem = fused_problem(device)
+    return ("eager", problem) if problem else ("fused", "")
 
 
 def fused_problem(device: torch.device) -> str:

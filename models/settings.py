@@ -26,7 +26,7 @@ class ArmSettings:
     head: Head = "table"  # how the last hidden state becomes scores
     prior: Prior = "none"  # log unigram frequency added to the scores
     linear: Linear = "float"  # linear layers of the body
-    impl: Impl = "auto"  # which implementation of our ops runs
+    impl: Impl = "auto"  # which implementation of our ops runs (models/ops.py: those that have it)
     prior_unseen: str = "log1n"  # prior of a token never seen: log1n, median or percentile:P
     positions: int = 16  # kron: byte positions kept of a token
     lift: Literal["tile", "interleave"] = "tile"  # binary, gf2: how the bits fill the width
@@ -202,8 +202,6 @@ def _arm_problems(arm: ArmSettings) -> list[str]:
         found.append(
             f"arm.head=tied reuses the input table, and interface {arm.interface!r} has none: use head table (learned) or code"
         )
-    if arm.impl == "fused":
-        found.append("arm.impl=fused: there are no Triton kernels in this version; use auto, eager or naive")
     if not 4 <= arm.positions <= 1024:
         found.append(f"arm.positions must lie in [4, 1024] (4: the length of a special token's reserved code), got {arm.positions}")
     if arm.input_scale < 0:

@@ -152,7 +152,6 @@ def test_ids_outside_the_code_space_are_refused(impl):
         ({"matrix": torch.ones(4, dtype=torch.int32)}, TypeError, "matrix must be int64, got int32"),
         ({"matrix": torch.ones(4, dtype=torch.long, device="meta")}, ValueError, "one device"),
         ({"impl": "quick"}, ValueError, "impl must be one of naive, eager, fused, auto; got 'quick'"),
-        ({"impl": "fused"}, ValueError, "impl='fused' is not available"),
     ],
 )
 def test_bad_options(options, error, message):

@@ -21,7 +21,7 @@ __all__ = ["LIFTS", "MAX_BITS", "SCALES", "binary_code_embedding", "pack_gf2_mat
 LIFTS = ("tile", "interleave")
 SCALES = ("01", "pm1", "unit_rms")
 MAX_BITS = 62
-_AVAILABLE = ("naive", "eager", "fused")
+AVAILABLE = ("naive", "eager", "fused")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,7 +75,7 @@ def binary_code_embedding(
             raise ValueError(f"{op}: {name} must be one of {', '.join(known)}; got {value!r}")
     if dtype not in _FLOATS:
         raise TypeError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-    chosen = select_impl(op, impl, ids.device, _AVAILABLE)
+    chosen = select_impl(op, impl, ids.device, AVAILABLE)
     if chosen == "naive":
         return naive.binary_code_embedding(ids, d_model, bits, matrix, offset, lift, scale, dtype)
     return registered.binary_code_embedding(ids, d_model, bits, matrix, offset, lift, scale, dtype, chosen)

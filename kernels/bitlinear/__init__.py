@@ -15,6 +15,7 @@ from kernels.bitlinear import eager, naive
 from kernels.bitlinear.packing import decode, decode_table, packed_width, require_valid_codes
 from kernels.common import autocast_dtype, require_dtype, require_number, require_same_device, require_shape, select_impl
 
+AVAILABLE = ("naive", "eager")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCALES = ("tensor", "row")
 
@@ -45,7 +46,7 @@ def bit_linear(
     require_shape("bit_linear", "weight", weight, ("N", x.shape[-1]))
     _require_rows("bit_linear", x, norm_weight, bias, weight.shape[0])
     require_same_device("bit_linear", x=x, weight=weight, norm_weight=norm_weight, bias=bias)
-    run = naive if select_impl("bit_linear", impl, x.device) == "naive" else eager
+    run = naive if select_impl("bit_linear", impl, x.device, AVAILABLE) == "naive" else eager
     y = run.bit_linear(_rows(x), weight, norm_weight, bias, eps, scale, norm, autocast_dtype(x))
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -94,7 +95,7 @@ def packed_bit_linear(
         require_shape("packed_bit_linear", "scale", scale, (packed.shape[0],))
     _require_rows("packed_bit_linear", x, norm_weight, bias, packed.shape[0])
     require_same_device("packed_bit_linear", x=x, packed=packed, scale=scale, norm_weight=norm_weight, bias=bias)
-    run = naive if select_impl("packed_bit_linear", impl, x.device) == "naive" else eager
+    run = naive if select_impl("packed_bit_linear", impl, x.device, AVAILABLE) == "naive" else eager
     y = run.packed_bit_linear(_rows(x), packed, scale, norm_weight, bias, eps, norm, autocast_dtype(x))
     return y.reshape(*x.shape[:-1], packed.shape[0])
 

@@ -16,8 +16,7 @@ from . import op as registered
 
 __all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
 
-_AVAILABLE = ("naive", "eager")
-_DECODING = ("naive", "eager", "fused")
+AVAILABLE = ("naive", "eager", "fused")
 
 
 class CodeLossAux(NamedTuple):
@@ -60,7 +59,7 @@ def code_cross_entropy(
     ``torch.nn.functional.cross_entropy``, the mean of no valid token is NaN (and its gradient exactly 0), the sum 0.
 
     Args:
-        hidden: fp64, fp32, bf16 or fp16 [..., K]. Differentiable. Computed in fp32 (fp64 for fp64).
+        hidden: fp64, fp32, bf16 or fp16 [..., K]. Differentiable. Computed in fp32 (fp64 for fp64, which "fused" refuses).
         codes: int32 [V, ceil(K / 32)], constants. Spare bits of the last word are ignored.
         prior: floating [V] or None for zeros. Differentiable: its gradient is a second pass, made only when it is wanted.
         targets: int32 or int64 [...], each in [0, V) or ``ignore_index``.
@@ -73,13 +72,14 @@ def code_cross_entropy(
         z_loss: at least 0.
         softcap: c above 0, or None.
         return_aux: return (loss, CodeLossAux) instead of the loss.
-        impl: "naive" materialises codes and scores; "eager" does neither; "auto".
+        impl: "naive" materialises codes and scores; "eager" does neither; "fused" is one pass of a Triton kernel over the packed
+            codes (two with return_aux, or with label smoothing under a soft-cap), K at most 2048; "auto".
 
     Returns: the loss, fp32 (fp64 for fp64 hidden), a scalar or [...] for "none".
 
     Raises: TypeError (dtype), ValueError (shape, device, option, unknown impl), IndexError (a target out of range, in checked
-    mode; unchecked, the loss of such a token is NaN). The eager path has no second and no forward-mode derivative: asking for
-    one raises RuntimeError.
+    mode; unchecked, the loss of such a token is NaN). Only "naive" has a second and a forward-mode derivative: asking another for
+    one raises RuntimeError. A hidden state that is not finite makes its token's values NaN, but argmax stays in [0, V).
     """
     op = "code_cross_entropy"
     rows = _token_rows(op, hidden, codes, prior)
@@ -91,7 +91,7 @@ def code_cross_entropy(
     checks.require_integer(op, "ignore_index", ignore_index)
     label_smoothing = require_number(op, "label_smoothing", label_smoothing, 0, 1)
     numbers = (ignore_index, label_smoothing, require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
-    chosen = select_impl(op, impl, hidden.device, _AVAILABLE, rows.dtype)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
@@ -117,7 +117,7 @@ def code_logits(
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)
     softcap = checks.require_softcap(op, softcap)
-    chosen = select_impl(op, impl, hidden.device, _DECODING, rows.dtype)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             scores = naive.logits(rows, codes, prior, softcap)
@@ -148,7 +148,7 @@ def code_topk(
     op = "code_topk"
     rows = _token_rows(op, hidden, codes, prior).detach()
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
-    chosen, prior = select_impl(op, impl, hidden.device, _DECODING, rows.dtype), None if prior is None else prior.detach()
+    chosen, prior = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype), None if prior is None else prior.detach()
     with without_autocast(hidden):
         if chosen == "naive":
             values, ids = naive.topk(rows, codes, prior, k, softcap)
@@ -207,7 +207,7 @@ def code_sample(
         positions = positions.reshape(-1)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
-    chosen, prior = select_impl(op, impl, hidden.device, _DECODING, rows.dtype), None if prior is None else prior.detach()
+    chosen, prior = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype), None if prior is None else prior.detach()
     arguments = (rows, codes, prior, positions, seed, temperature, *numbers, softcap)
     with without_autocast(hidden):
         ids = naive.sample(*arguments) if chosen == "naive" else sampling.code_sample(*arguments, chosen)

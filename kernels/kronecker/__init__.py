@@ -18,7 +18,7 @@ from . import naive
 from . import op as registered
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_AVAILABLE = ("naive", "eager")
+AVAILABLE = ("naive", "eager")
 _LENGTHS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -55,7 +55,7 @@ def kronecker_embedding(
     require_shape(op, "weight", weight, (256 * token_bytes.shape[1], "d"))
     require_same_device(op, ids=ids, token_bytes=token_bytes, lengths=lengths, weight=weight)
     weight = weight.to(autocast_dtype(weight))
-    chosen = select_impl(op, impl, ids.device, _AVAILABLE, weight.dtype)
+    chosen = select_impl(op, impl, ids.device, AVAILABLE, weight.dtype)
     if chosen == "naive":
         return naive.kronecker_embedding(ids, token_bytes, lengths, weight)
     refuse_forward_ad(op, weight)
@@ -81,7 +81,7 @@ def kronecker_codec(
     require_same_device(op, ids=ids, token_bytes=token_bytes, lengths=lengths)
     if dtype not in _FLOATS:
         raise TypeError(f"{op}: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-    chosen = select_impl(op, impl, ids.device, _AVAILABLE, dtype)
+    chosen = select_impl(op, impl, ids.device, AVAILABLE, dtype)
     if chosen == "naive":
         return naive.kronecker_codec(ids, token_bytes, lengths, normalize, dtype)
     return registered.kronecker_codec(ids, token_bytes, lengths, normalize, dtype, chosen)

@@ -15,7 +15,7 @@ from .packing import pack_sign_codes, unpack_sign_codes
 
 __all__ = ["pack_sign_codes", "sign_code_embedding", "unpack_sign_codes"]
 
-_AVAILABLE = ("naive", "eager")
+AVAILABLE = ("naive", "eager")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,7 +41,7 @@ def sign_code_embedding(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Te
     require_shape(op, "codes", codes, ("V", (weight.shape[0] + 31) // 32))
     require_same_device(op, ids=ids, codes=codes, weight=weight)
     weight = weight.to(autocast_dtype(weight))
-    chosen = select_impl(op, impl, ids.device, _AVAILABLE, weight.dtype)
+    chosen = select_impl(op, impl, ids.device, AVAILABLE, weight.dtype)
     if chosen == "naive":
         return naive.sign_code_embedding(ids, codes, weight)
     refuse_forward_ad(op, weight)

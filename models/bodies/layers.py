@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels.bitlinear import bit_linear
+from models.ops import op_impl
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,12 +52,12 @@ class LinearKind:
 
     kind: str = "float"  # or "bitnet"
     scale: str = "tensor"  # bitnet: one weight scale per matrix ("tensor") or per output row ("row")
-    impl: str = "auto"  # bitnet: implementation of kernels.bitlinear
+    impl: str = "auto"  # bitnet: implementation asked for (models/ops.py)
 
     def make(self, inputs: int, outputs: int, bias: bool = False) -> FloatLinear | BitLinear:
         """A layer [..., inputs] -> [..., outputs], its values not yet filled."""
         if self.kind == "bitnet":
-            return BitLinear(inputs, outputs, bias, self.scale, self.impl)
+            return BitLinear(inputs, outputs, bias, self.scale, op_impl("bitlinear", self.impl))
         return FloatLinear(inputs, outputs, bias=bias)
 
 

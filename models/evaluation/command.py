@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.evaluation.loss import Score, evaluate_loss
 from models.files import write_json
-from models.settings import RunSettings, check, from_nested, override
+from models.ops import check_impl, describe_ops
+from models.settings import ArmSettings, RunSettings, from_nested, override
 from models.tables import markdown_table
 from models.training.checkpoint import Checkpoint, find_checkpoint
 from models.training.loop import autocast, choose_device
@@ -28,14 +31,17 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
     """Score each checkpoint and print the table. Returns the exit code."""
     if arguments.rows < 0:
         raise UsageError(f"--rows must not be negative, got {arguments.rows}")
-    if arguments.impl:
-        check(override(RunSettings(), {"arm.impl": arguments.impl}))
+    device = choose_device(arguments.device)
     found = [checkpoint for path in arguments.paths for checkpoint in expand(Path(path))]
+    arms = [arm_to_score(checkpoint, arguments.impl) for _, checkpoint in found]
+    for arm in arms:
+        check_impl(arm.impl, device)
     rows = []
-    for name, checkpoint in found:
-        if sys.stderr.isatty():
-            print(f"scoring {name} ...", file=sys.stderr)
-        rows.append({"name": name, "step": checkpoint.step, **score(checkpoint, arguments).to_json()})
+    for (name, checkpoint), arm in zip(found, arms, strict=True):
+        ops = describe_ops(arm, device)
+        print(f"scoring {name}, {ops}, on {device}", file=sys.stderr)
+        result = score(checkpoint, arm, device, arguments)
+        rows.append({"name": name, "step": checkpoint.step, "ops": ops, **result.to_json()})
     print(markdown_table(rows, COLUMNS), end="")
     if arguments.json:
         write_json(Path(arguments.json), rows)
@@ -48,7 +54,13 @@ def expand(path: Path) -> list[tuple[str, Checkpoint]]:
     return [(str(run), find_checkpoint(run)) for run in runs or [path]]
 
 
-def score(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Score:
+def arm_to_score(checkpoint: Checkpoint, impl: str | None) -> ArmSettings:
+    """The arm that a checkpoint holds, its ops run by ``impl`` (None: as in training)."""
+    settings = from_nested(checkpoint.config)
+    return (override(settings, {"arm.impl": impl}) if impl else settings).arm
+
+
+def score(checkpoint: Checkpoint, arm: ArmSettings, device: torch.device, arguments: argparse.Namespace) -> Score:
     """Score one checkpoint on the chosen split."""
     settings: RunSettings = from_nested(checkpoint.config)
     data = TokenData.open(Path(arguments.data or settings.data.dir))
@@ -57,8 +69,7 @@ def score(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Score:
             f"{data.folder}: its tokenizer is not the one {checkpoint.path} was trained with; prepare the text with that one: "
             f"python -m models.data prepare OUT --tokenizer {checkpoint.path / 'tokenizer.json'} ..."
         )
-    device = choose_device(arguments.device)
-    model = checkpoint.load_model(impl=arguments.impl).to(device)
+    model = checkpoint.load_model(impl=arm.impl).to(device)
     stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")
     rows = settings.train.micro_batch_size or settings.train.batch_size
     with autocast(settings, device):

@@ -7,6 +7,7 @@ from typing import Any
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.files import write_json
+from models.ops import check_impl
 from models.presets import ARMS, find_preset, parse_arm
 from models.settings import ArmSettings, RunSettings, check, flatten
 from models.training.folder import check_free, read_result
@@ -62,9 +63,10 @@ def check_ready(settings: RunSettings, arms: dict[str, ArmSettings], data: Token
     """Raise what would stop any arm, before the first one trains for an hour."""
     if (out / "config.json").exists():
         raise UsageError(f"{out}: holds a single run; give another --out for several arms")
-    choose_device(settings.train.device)
+    device = choose_device(settings.train.device)
     for name, arm in arms.items():
         own = dataclasses.replace(settings, arm=arm)
+        check_impl(arm.impl, device)
         check_free(arm_folder(out, name), own, resume)
         read_result(arm_folder(out, name), data.fingerprint)
         look_up(own, data)

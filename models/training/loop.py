@@ -21,6 +21,7 @@ from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.evaluation.loss import Interrupted, Score, evaluate_loss
 from models.files import write_json
+from models.ops import check_impl, describe_ops
 from models.presets import describe
 from models.settings import RunSettings, from_nested
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
@@ -37,6 +38,7 @@ def train_run(settings: RunSettings, data: TokenData, out: Path, resume: bool, l
 
     Raises UserError for what a user can mend, Stopped after a signal.
     """
+    check_impl(settings.arm.impl, choose_device(settings.train.device))
     with claim(out):
         check_free(out, settings, resume)
         finished = read_result(out, data.fingerprint)
@@ -68,7 +70,9 @@ class Run:
         checkpoint = latest_checkpoint(out / "checkpoints")
         if checkpoint is not None:
             self._restore(checkpoint)
-        record(out, settings, self.facts | {"device": str(self.device), "from_step": self.step, "threads": torch.get_num_threads()})
+        self.ops = describe_ops(settings.arm, self.device)
+        session = {"device": str(self.device), "ops": self.ops, "from_step": self.step, "threads": torch.get_num_threads()}
+        record(out, settings, self.facts | session)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         refuse_changes(from_nested(checkpoint.config), self.settings, checkpoint.path)
@@ -86,6 +90,7 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Run the remaining steps, score the whole validation text, write the result."""
+        print(f"{self.label}  {self.ops}, on {self.device}", flush=True)
         metrics = Metrics(self.out / "metrics.jsonl", self.step)
         board = open_tensorboard(self.out) if self.settings.train.tensorboard else None
         progress = ProgressLine(self.label, self.settings.train.steps)
