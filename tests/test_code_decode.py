@@ -43,12 +43,12 @@ def test_logits_contract():
     leaves = (hidden.requires_grad_(), prior.requires_grad_())
     assert torch.autograd.gradcheck(lambda h, p: code_logits(h, codes, p), leaves)
     assert torch.autograd.gradgradcheck(lambda h, p: code_logits(h, codes, p, softcap=2.0), leaves)
-    torch.library.opcheck(decode.code_scores, (hidden, codes, prior))
+    torch.library.opcheck(decode.code_scores, (hidden, codes, prior, "eager"))
     grad = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(decode.code_scores_hidden_grad, (grad, codes, 33, torch.float64))
-    torch.library.opcheck(decode.code_topk, (hidden.detach(), codes, prior.detach(), 4, None))
+    torch.library.opcheck(decode.code_scores_hidden_grad, (grad, codes, 33, torch.float64, "eager"))
+    torch.library.opcheck(decode.code_topk, (hidden.detach(), codes, prior.detach(), 4, None, "eager"))
     positions = torch.arange(4)
-    torch.library.opcheck(sampling.code_sample, (hidden.detach(), codes, None, positions, 5, 1.0, None, 0.9, 0.0, None))
+    torch.library.opcheck(sampling.code_sample, (hidden.detach(), codes, None, positions, 5, 1.0, None, 0.9, 0.0, None, "eager"))
     assert code_logits(hidden.view(2, 2, 33), codes, None).shape == (2, 2, 9)
     assert code_logits(hidden[:0], codes, prior).shape == (0, 9)
 
@@ -216,7 +216,6 @@ def test_compiled_equals_eager_and_inputs_are_unchanged():
         (lambda h, c, p: code_topk(h, c, p, 258), ValueError, "k must be an integer from 1 to 257 .*; got 258"),
         (lambda h, c, p: code_topk(h, c, p, 0), ValueError, "code_topk: k must be"),
         (lambda h, c, p: code_topk(h, c, p, 2.0), ValueError, "code_topk: k must be"),
-        (lambda h, c, p: code_topk(h, c, p, 1, impl="fused"), ValueError, "not available"),
         (lambda h, c, p: code_logits(h, c, p, softcap=-1), ValueError, "code_logits: softcap must be"),
         (lambda h, c, p: code_logits(h.long(), c, p), TypeError, "code_logits: hidden must be"),
         (lambda h, c, p: code_argmax(h, c, p[1:]), ValueError, r"prior must have shape \[257\]"),

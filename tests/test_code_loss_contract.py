@@ -7,7 +7,8 @@ import torch
 from test_code_loss import explicit, ours, problem, with_gradients
 from torch.autograd import forward_ad
 
-from kernels.code_loss import code_argmax, code_cross_entropy, code_logits, code_sample, code_topk, eager
+from kernels.code_loss import code_argmax, code_cross_entropy, code_logits, code_sample, code_topk
+from kernels.code_loss import op as registered
 from kernels.common import checked_mode
 from kernels.sign_code import pack_sign_codes
 
@@ -30,7 +31,8 @@ def test_vmap_keeps_the_gradients(impl):
 
 def test_a_gradient_that_was_not_prepared_is_refused():
     hidden, _, codes, _, targets = problem()
-    loss = eager.code_cross_entropy(hidden.requires_grad_(), codes, None, targets, -100, 0.0, 0.0, None, False, False)[0]
+    options = (-100, 0.0, 0.0, None, False, False, "eager")
+    loss = registered.code_cross_entropy(hidden.requires_grad_(), codes, None, targets, *options)[0]
     with pytest.raises(RuntimeError, match="gradient of hidden is wanted now but was not when the loss was computed"):
         loss.sum().backward()
 

@@ -11,11 +11,12 @@ import torch
 
 from kernels.common import autocast_dtype, refuse_forward_ad, require_number, select_impl, wants_gradient, without_autocast
 
-from . import checks, decode, gradients, naive, sampling
+from . import checks, decode, naive, sampling
+from . import op as registered
 
 __all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
 
-AVAILABLE = ("naive", "eager")
+AVAILABLE = ("naive", "eager", "fused")
 
 
 class CodeLossAux(NamedTuple):
@@ -58,7 +59,7 @@ def code_cross_entropy(
     ``torch.nn.functional.cross_entropy``, the mean of no valid token is NaN (and its gradient exactly 0), the sum 0.
 
     Args:
-        hidden: fp64, fp32, bf16 or fp16 [..., K]. Differentiable. Computed in fp32 (fp64 for fp64).
+        hidden: fp64, fp32, bf16 or fp16 [..., K]. Differentiable. Computed in fp32 (fp64 for fp64, which "fused" refuses).
         codes: int32 [V, ceil(K / 32)], constants. Spare bits of the last word are ignored.
         prior: floating [V] or None for zeros. Differentiable: its gradient is a second pass, made only when it is wanted.
         targets: int32 or int64 [...], each in [0, V) or ``ignore_index``.
@@ -71,13 +72,14 @@ def code_cross_entropy(
         z_loss: at least 0.
         softcap: c above 0, or None.
         return_aux: return (loss, CodeLossAux) instead of the loss.
-        impl: "naive" materialises codes and scores; "eager" does neither; "auto".
+        impl: "naive" materialises codes and scores; "eager" does neither; "fused" is one pass of a Triton kernel over the packed
+            codes (two with return_aux, or with label smoothing under a soft-cap), K at most 2048; "auto".
 
     Returns: the loss, fp32 (fp64 for fp64 hidden), a scalar or [...] for "none".
 
     Raises: TypeError (dtype), ValueError (shape, device, option, unknown impl), IndexError (a target out of range, in checked
-    mode; unchecked, the loss of such a token is NaN). The eager path has no second and no forward-mode derivative: asking for
-    one raises RuntimeError.
+    mode; unchecked, the loss of such a token is NaN). Only "naive" has a second and a forward-mode derivative: asking another for
+    one raises RuntimeError. A hidden state that is not finite makes its token's values NaN, but argmax stays in [0, V).
     """
     op = "code_cross_entropy"
     rows = _token_rows(op, hidden, codes, prior)
@@ -89,14 +91,14 @@ def code_cross_entropy(
     checks.require_integer(op, "ignore_index", ignore_index)
     label_smoothing = require_number(op, "label_smoothing", label_smoothing, 0, 1)
     numbers = (ignore_index, label_smoothing, require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
-    chosen = select_impl(op, impl, hidden.device, AVAILABLE)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
         else:
             refuse_forward_ad(op, rows, prior)
-            outputs = gradients.code_cross_entropy(
-                rows, codes, prior, targets.reshape(-1), *numbers, wants_gradient(rows), return_aux
+            outputs = registered.code_cross_entropy(
+                rows, codes, prior, targets.reshape(-1), *numbers, wants_gradient(rows), return_aux, chosen
             )
         losses, *values = (output.view(targets.shape) for output in outputs[:5])
         loss = checks.reduce_losses(losses, targets != ignore_index, token_weights, reduction, denominator)
@@ -108,18 +110,20 @@ def code_logits(
 ) -> torch.Tensor:
     """All scores [..., V] of hidden [..., K], fp32 (fp64 for fp64); the codes are never unpacked as a whole.
 
-    Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises as it does.
+    Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises as it does. With impl "fused" the
+    scores (and the derivative of the hidden gradient, which is scores again) are one Triton kernel; the soft-cap and the
+    gradients are plain PyTorch.
     """
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)
     softcap = checks.require_softcap(op, softcap)
-    chosen = select_impl(op, impl, hidden.device, AVAILABLE)
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             scores = naive.logits(rows, codes, prior, softcap)
         else:
             refuse_forward_ad(op, rows, prior)
-            scores = decode.code_scores(rows, codes, prior)
+            scores = decode.code_scores(rows, codes, prior, chosen)
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     return scores.view(*hidden.shape[:-1], codes.shape[0])
 
@@ -135,17 +139,21 @@ def code_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest scores and their tokens, best first: (values [..., k] fp32 or fp64, ids [..., k] int64). Not differentiable.
 
-    Equal scores come lowest id first. On the eager path neither values nor order depend on the other rows of the batch, and
+    Equal scores come lowest id first. Except in naive neither values nor order depend on the other rows of the batch, and
     equal codes with equal priors score exactly equal. A NaN score is ordered as +inf and returned as NaN, so ids are in
-    [0, V) and distinct whatever hidden holds. Other arguments and errors as in ``code_cross_entropy``; ValueError unless
-    1 <= k <= V.
+    [0, V) and distinct whatever hidden holds. "fused" scores NaN everywhere in a row that holds NaN or Inf, and reads the packed
+    codes once for k up to 128 (as long as 8,192 tokens hold the best groups), four times for more. Other arguments and errors as
+    in ``code_cross_entropy``; ValueError unless 1 <= k <= V.
     """
     op = "code_topk"
     rows = _token_rows(op, hidden, codes, prior).detach()
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
-    run = naive.topk if select_impl(op, impl, hidden.device, AVAILABLE) == "naive" else decode.code_topk
+    chosen, prior = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype), None if prior is None else prior.detach()
     with without_autocast(hidden):
-        values, ids = run(rows, codes, None if prior is None else prior.detach(), k, softcap)
+        if chosen == "naive":
+            values, ids = naive.topk(rows, codes, prior, k, softcap)
+        else:
+            values, ids = decode.code_topk(rows, codes, prior, k, softcap, chosen)
     return values.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
 
 
@@ -176,8 +184,9 @@ def code_sample(
     finite gets its argmax.
 
     A draw is a pure function of the row's scores, ``seed`` and the row's position: the noise is hashed from (seed, position,
-    token id). Without ``positions`` a row's position is its place in the flattened batch; when generating step by step, pass
-    numbers that never repeat for a seed (for example row * maximum length + step).
+    token id), in fp64 by "eager" and "naive" and in fp32 by "fused", whose draws can therefore differ from theirs only where two
+    noisy scores, or a filter's edge, agree to about 1e-6. Without ``positions`` a row's position is its place in the flattened
+    batch; when generating step by step, pass numbers that never repeat for a seed (for example row * maximum length + step).
 
     Args:
         seed: 64-bit integer.   temperature: at least 0.   top_k: in [1, V] or None.   top_p: in (0, 1].   min_p: in [0, 1].
@@ -198,9 +207,10 @@ def code_sample(
         positions = positions.reshape(-1)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
-    run = naive.sample if select_impl(op, impl, hidden.device, AVAILABLE) == "naive" else sampling.code_sample
+    chosen, prior = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype), None if prior is None else prior.detach()
+    arguments = (rows, codes, prior, positions, seed, temperature, *numbers, softcap)
     with without_autocast(hidden):
-        ids = run(rows, codes, None if prior is None else prior.detach(), positions, seed, temperature, *numbers, softcap)
+        ids = naive.sample(*arguments) if chosen == "naive" else sampling.code_sample(*arguments, chosen)
     return ids.view(hidden.shape[:-1])
 
 

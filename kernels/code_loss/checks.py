@@ -1,10 +1,23 @@
-"""Argument checks of the code-scoring functions, and the reduction of per-token losses."""
+"""Argument checks of the code-scoring functions, the loss's options, and the reduction of per-token losses."""
+
+import dataclasses
 
 import torch
 
 from kernels.common import require_dtype, require_in_range, require_number, require_same_device, require_shape
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The numbers of the loss's formula (see ``code_cross_entropy``), and what to compute besides the loss."""
+
+    smoothing: float
+    z_loss: float
+    softcap: float | None
+    hidden_grad: bool
+    aux: bool
 
 
 def require_operands(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None) -> None:

@@ -1,11 +1,14 @@
-"""Scores, and the k best of them, from packed codes in plain PyTorch.
+"""Scores, and the k best of them, from packed codes: the registered operators, and their plain PyTorch.
 
-Every score is one fixed sequence of additions (``scoring``), so it does not depend on the other tokens of the batch or on where
-the vocabulary is cut, and neither does the order of equal scores.
+With impl "fused" an operator's body calls ``fused_decode``. In PyTorch every score is one fixed sequence of additions
+(``scoring``), so it does not depend on the other tokens of the batch or on where the vocabulary is cut, and neither does the order
+of equal scores.
 """
 
+import importlib
 import math
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 
@@ -17,6 +20,10 @@ from .scoring import BLOCK, CHUNK, block_tables, byte_rows, chunk_scores, scaled
 
 _DECODE_CHUNK = 4 * CHUNK
 """Decoding is for few tokens, so longer chunks still fit in the cache and cost fewer calls."""
+
+
+def _fused() -> ModuleType:
+    return importlib.import_module("kernels.code_loss.fused_decode")  # Triton is imported when it is first used
 
 
 def score_chunks(
@@ -32,9 +39,12 @@ def score_chunks(
 
 
 @torch.library.custom_op("tablefree::code_scores", mutates_args=())
-def code_scores(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
+def code_scores(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, impl: str) -> torch.Tensor:
     """<hidden_t, code_v> / sqrt(K) + prior_v: hidden [T, K] -> [T, V] in the accumulation dtype."""
     scores = _empty_scores(hidden, codes)
+    if impl == "fused":
+        _fused().scores(hidden.detach(), codes, None if prior is None else prior.detach(), scores)
+        return scores
     for a, b in spans(hidden.shape[0], BLOCK):
         for start, chunk in score_chunks(hidden[a:b], codes, prior, None):
             scores[a:b, start : start + chunk.shape[0]] = chunk.t()
@@ -42,17 +52,21 @@ def code_scores(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor |
 
 
 def _empty_scores(hidden: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    return hidden.new_empty(hidden.shape[0], codes.shape[0], dtype=accumulation_dtype(hidden.dtype))
+    shape = (hidden.shape[0], codes.shape[0])
+    return torch.empty(shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
 
 
 @code_scores.register_fake
-def _(hidden, codes, prior):
+def _(hidden, codes, prior, impl):
     return _empty_scores(hidden, codes)
 
 
 @torch.library.custom_op("tablefree::code_scores_hidden_grad", mutates_args=())
-def code_scores_hidden_grad(grad: torch.Tensor, codes: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """sum_v grad_tv code_v / sqrt(K): grad [T, V] -> [T, K] in ``dtype``, the transpose of ``code_scores``."""
+def code_scores_hidden_grad(grad: torch.Tensor, codes: torch.Tensor, width: int, dtype: torch.dtype, impl: str) -> torch.Tensor:
+    """sum_v grad_tv code_v / sqrt(K): grad [T, V] -> [T, K] in ``dtype``, the transpose of ``code_scores``.
+
+    Plain PyTorch for every implementation: chunks of codes are unpacked for a matrix product.
+    """
     total = grad.new_zeros(grad.shape[0], width)
     for start, stop in spans(codes.shape[0], CHUNK):
         total.addmm_(grad[:, start:stop], unpack_sign_codes(codes[start:stop], width, grad.dtype))
@@ -60,12 +74,12 @@ def code_scores_hidden_grad(grad: torch.Tensor, codes: torch.Tensor, width: int,
 
 
 @code_scores_hidden_grad.register_fake
-def _(grad, codes, width, dtype):
+def _(grad, codes, width, dtype, impl):
     return grad.new_empty(grad.shape[0], width, dtype=dtype)
 
 
 def _save_scores(ctx, inputs, output):
-    hidden, codes, prior = inputs
+    hidden, codes, prior, ctx.impl = inputs
     ctx.save_for_backward(codes)
     ctx.width, ctx.dtype = hidden.shape[1], hidden.dtype
     ctx.prior_dtype = None if prior is None else prior.dtype
@@ -73,18 +87,22 @@ def _save_scores(ctx, inputs, output):
 
 def _scores_gradients(ctx, grad):
     refuse_forward_ad("code_logits", grad)
-    for_hidden = code_scores_hidden_grad(grad, *ctx.saved_tensors, ctx.width, ctx.dtype) if ctx.needs_input_grad[0] else None
-    return for_hidden, None, grad.sum(0).to(ctx.prior_dtype) if ctx.needs_input_grad[2] else None
+    for_hidden = for_prior = None
+    if ctx.needs_input_grad[0]:
+        for_hidden = code_scores_hidden_grad(grad, *ctx.saved_tensors, ctx.width, ctx.dtype, ctx.impl)
+    if ctx.needs_input_grad[2]:
+        for_prior = grad.sum(0).to(ctx.prior_dtype)
+    return for_hidden, None, for_prior, None
 
 
 def _save_hidden_grad(ctx, inputs, output):
     ctx.save_for_backward(inputs[1])
-    ctx.dtype = inputs[0].dtype
+    ctx.dtype, ctx.impl = inputs[0].dtype, inputs[4]
 
 
 def _hidden_grad_gradient(ctx, grad):
     refuse_forward_ad("code_logits", grad)
-    return code_scores(grad, *ctx.saved_tensors, None).to(ctx.dtype), None, None, None
+    return code_scores(grad, *ctx.saved_tensors, None, ctx.impl).to(ctx.dtype), None, None, None, None
 
 
 code_scores.register_autograd(_scores_gradients, setup_context=_save_scores)
@@ -129,20 +147,23 @@ def block_topk(
 
 @torch.library.custom_op("tablefree::code_topk", mutates_args=())
 def code_topk(
-    hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, k: int, softcap: float | None
+    hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, k: int, softcap: float | None, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, ids) [T, k]; see ``kernels.code_loss.code_topk``."""
     values, ids = _empty_topk(hidden, k)
+    if impl == "fused":
+        _fused().topk(hidden, codes, prior, k, softcap, values, ids)
+        return values, ids
     for a, b in spans(hidden.shape[0], BLOCK):
         values[a:b], ids[a:b] = block_topk(hidden[a:b], codes, prior, k, softcap)
     return values, ids
 
 
 def _empty_topk(hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (hidden.shape[0], k)
-    return hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype)), hidden.new_empty(shape, dtype=torch.int64)
+    shape, dtype = (hidden.shape[0], k), accumulation_dtype(hidden.dtype)
+    return torch.empty(shape, dtype=dtype, device=hidden.device), torch.empty(shape, dtype=torch.int64, device=hidden.device)
 
 
 @code_topk.register_fake
-def _(hidden, codes, prior, k, softcap):
+def _(hidden, codes, prior, k, softcap, impl):
     return _empty_topk(hidden, k)

@@ -12,25 +12,13 @@ import math
 
 import torch
 
-from kernels.segments import accumulation_dtype
 from kernels.sign_code import unpack_sign_codes
 
-from .checks import checked_targets
+from .checks import Options
 from .scoring import BLOCK, CHUNK, block_tables, byte_rows, chunk_scores, scaled_hidden, slope, spans
 
 _TABLE_BYTES = 1 << 25
 """Look-up tables alive at once (32 MiB: 512 tokens of 512 bits in fp32). More tokens are done in groups; each unpacks anew."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The numbers of the loss's formula (see ``code_cross_entropy``), and what to compute besides the loss."""
-
-    smoothing: float
-    z_loss: float
-    softcap: float | None
-    hidden_grad: bool
-    aux: bool
 
 
 @dataclasses.dataclass
@@ -185,41 +173,50 @@ def group_size(hidden: torch.Tensor) -> int:
     return max(1, _TABLE_BYTES // (per_token * BLOCK)) * BLOCK
 
 
-@torch.library.custom_op("tablefree::code_cross_entropy", mutates_args=())
-def code_cross_entropy(
-    hidden: torch.Tensor,
-    codes: torch.Tensor,
-    prior: torch.Tensor | None,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    hidden_grad: bool,
-    aux: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per-token (loss, lse, target logprob, argmax, entropy), each [T], and d loss / d hidden [T, K] ([0, K] unless asked for).
-
-    Only the loss is differentiable. argmax and entropy hold zeros unless ``aux``.
-    """
-    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux)
-    targets = checked_targets(targets, ignore_index, codes.shape[0])
-    outputs = _empty_outputs(hidden, hidden_grad)
+def losses(
+    hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, targets: torch.Tensor, options: Options, outputs: tuple
+) -> None:
+    """Fill ``outputs``, what ``op.code_cross_entropy`` returns; targets -1 where ignored, V where out of range."""
     for start, stop in spans(hidden.shape[0], group_size(hidden)):
         parts = _group(hidden[start:stop], codes, prior, targets[start:stop], options)
-        for output, part in zip(outputs[: 6 if hidden_grad else 5], parts, strict=False):
+        for output, part in zip(outputs[: 6 if options.hidden_grad else 5], parts, strict=False):
             output[start:stop] = part
-    return outputs
 
 
-def _empty_outputs(hidden: torch.Tensor, hidden_grad: bool) -> tuple:
-    tokens, width = hidden.shape
-    dtype = accumulation_dtype(hidden.dtype)
-    loss, lse, logprob, entropy = (hidden.new_empty(tokens, dtype=dtype) for _ in range(4))
-    argmax = hidden.new_empty(tokens, dtype=torch.int64)
-    return loss, lse, logprob, argmax, entropy, hidden.new_empty(tokens if hidden_grad else 0, width, dtype=dtype)
+def prior_gradient(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    codes: torch.Tensor,
+    prior: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    logprob: torch.Tensor,
+    options: Options,
+) -> torch.Tensor:
+    """[V] in the prior's dtype, as ``op.prior_grad`` says; targets as in ``losses``."""
+    result = torch.zeros(prior.shape, dtype=lse.dtype, device=prior.device)
+    wide, upstream, rise = prior.to(lse.dtype), torch.where(targets < 0, 0.0, grad), 2 * options.z_loss * lse
+    at_target = rise * logprob.exp() + torch.expm1(logprob) + options.smoothing
+    for a, b in spans(hidden.shape[0], group_size(hidden)):
+        tables = block_tables(scaled_hidden(hidden[a:b]))
+        for start, stop in spans(codes.shape[0], CHUNK):
+            rows = byte_rows(codes[start:stop], hidden.shape[1])
+            scores = chunk_scores(tables, rows, wide[start:stop], options.softcap, lse.new_empty(stop - start, b - a))
+            capped = None if options.softcap is None else slope(scores, options.softcap)
+            weights = scores.sub_(lse[a:b]).exp_().mul_(1 + rise[a:b])
+            _place(weights, targets[a:b] - start, at_target[a:b])
+            if options.smoothing:
+                weights.sub_(options.smoothing / codes.shape[0])
+            if capped is not None:
+                weights.mul_(capped)
+            # A row of NaN that is ignored must not reach the prior through 0 * NaN.
+            weights.masked_fill_(targets[a:b] < 0, 0)
+            result[start:stop].addmv_(weights, upstream[a:b])
+    return result.to(prior.dtype)
 
 
-@code_cross_entropy.register_fake
-def _(hidden, codes, prior, targets, ignore_index, label_smoothing, z_loss, softcap, hidden_grad, aux):
-    return _empty_outputs(hidden, hidden_grad)
+def _place(weights: torch.Tensor, place: torch.Tensor, values: torch.Tensor) -> None:
+    """weights[place[t], t] = values[t] wherever place[t] lies in the chunk (weights [n, B])."""
+    here = (place >= 0) & (place < weights.shape[0])
+    place = place.clamp(0, weights.shape[0] - 1)[None]
+    weights.scatter_(0, place, torch.where(here, values, weights.gather(0, place)))

@@ -1,4 +1,5 @@
-"""Sampling from the softmax over all codes in plain PyTorch, by adding Gumbel noise to the scores and taking the largest.
+"""Sampling from the softmax over all codes, by adding Gumbel noise to the scores and taking the largest: the registered operator,
+and its plain PyTorch. With impl "fused" its body calls ``fused_sampling``.
 
 The noise of a token is a hash of (seed, position, token id) and of nothing else, so a draw does not depend on the other rows of
 the batch, on the number of threads or on where the vocabulary is cut. Probabilities are summed as integers (exp(score - largest)
@@ -11,6 +12,7 @@ Among tokens exactly at it, the lowest ids are kept.
 """
 
 import dataclasses
+import importlib
 import math
 
 import torch
@@ -44,10 +46,19 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))
 
 
+def mixed_seed(seed: int) -> int:
+    """The start of a seed's noise streams, a signed 64-bit integer; ``_mix`` of the seed and one step, on the host."""
+    mask = (1 << 64) - 1
+    bits = (seed + _GOLDEN) & mask
+    bits = ((bits ^ (bits >> 30)) * _FIRST) & mask
+    bits = ((bits ^ (bits >> 27)) * _SECOND) & mask
+    bits ^= bits >> 31
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
 def gumbel(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise in fp64 for int64 positions and ids, broadcast against each other; a pure function of the three."""
-    start = _mix(torch.full_like(positions, seed) + _GOLDEN)
-    stream = _mix(start + (positions + 1) * _GOLDEN)
+    stream = _mix((positions + 1) * _GOLDEN + mixed_seed(seed))
     bits = _mix(stream + (ids + 1) * _GOLDEN)
     uniform = (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) / float(1 << 52)
     return -torch.log(-torch.log(uniform))
@@ -161,10 +172,15 @@ def code_sample(
     top_p: float,
     min_p: float,
     softcap: float | None,
+    impl: str,
 ) -> torch.Tensor:
     """Ids [T]; see ``kernels.code_loss.code_sample``."""
     options = Filter(temperature, top_k, top_p, min_p)
-    result = hidden.new_empty(hidden.shape[0], dtype=torch.int64)
+    result = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    if impl == "fused":
+        fused = importlib.import_module("kernels.code_loss.fused_sampling")  # Triton is imported when it is first used
+        fused.sample(hidden, codes, prior, positions, seed, options, softcap, result)
+        return result
     for a, b in spans(hidden.shape[0], _ROWS):
         operands, places = (hidden[a:b], codes, prior, softcap), positions[a:b].long()
         values, ids = block_topk(hidden[a:b], codes, prior, top_k or 1, softcap)
@@ -177,5 +193,5 @@ def code_sample(
 
 
 @code_sample.register_fake
-def _(hidden, codes, prior, positions, seed, temperature, top_k, top_p, min_p, softcap):
-    return hidden.new_empty(hidden.shape[0], dtype=torch.int64)
+def _(hidden, codes, prior, positions, seed, temperature, top_k, top_p, min_p, softcap, impl):
+    return torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
