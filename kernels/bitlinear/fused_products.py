@@ -1,0 +1,220 @@
+"""Triton kernels for the products: int8 x ternary in integers forward, floating backward.
+
+Ternary weights are unpacked in registers from the bytes of ``packing.py``. A sum over columns may be taken in any order, so it is
+taken in four slices: slice s multiplies column 4j + s of every j, whose codes are the same two bits of consecutive bytes and whose
+activations lie side by side in quarter order (``fused_rows.py``). Four codes are cut out with two instructions of inline PTX where
+PTX is true; elsewhere (AMD, Triton's interpreter) the same is written in plain Triton.
+
+``WIDE`` gives ``tl.dot`` fp32 operands, because Triton's interpreter computes nonsense from bf16 ones.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def ternary_int8(byte, S: tl.constexpr, PTX: tl.constexpr):
+    """Slice S of packed bytes: int8 -1, 0, 1. Adding 0x7F and flipping the top bit subtracts 1 from four codes at once."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; shr.u32 t, $1, {2 * S}; and.b32 t, t, 0x03030303; add.u32 t, t, 0x7F7F7F7F; "
+            "xor.b32 $0, t, 0x80808080; }",
+            "=r,r", [byte], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    return ((byte >> (2 * S)) & 3).to(tl.int8) - 1
+
+
+@triton.jit
+def ternary_float(byte, S: tl.constexpr, PTX: tl.constexpr, WIDE: tl.constexpr):
+    """Slice S of packed bytes as -1, 0, 1 in bf16 (fp32 if WIDE): code c below the bits of 128 is 128 + c, and 129 goes off."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, v; shr.u32 t, $2, {2 * S}; and.b32 t, t, 0x03030303; mov.b32 v, 0x43434343; "
+            "prmt.b32 u, t, v, 0x4140; prmt.b32 t, t, v, 0x4342; mov.b32 v, 0x3F803F80; .reg .b32 w; mov.b32 w, 0xC301C301; "
+            "fma.rn.bf16x2 $0, u, v, w; fma.rn.bf16x2 $1, t, v, w; }",
+            "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    value = ((byte >> (2 * S)) & 3).to(tl.float32) - 1.0
+    return value if WIDE else value.to(tl.bfloat16)
+
+
+@triton.jit
+def dot_parts(a, b, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """acc + a b, with fp32 a cut into PARTS bf16 parts (8 bits each) and b exact in bf16."""
+    if WIDE:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    for _ in tl.static_range(PARTS):
+        part = a.to(tl.bfloat16)
+        acc = tl.dot(part, b, acc)
+        a = a - part.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def int8_ternary(
+    q, packed, step, scale, bias, y, rows, outputs, width, quarter, scale_stride, bias_stride,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One program: an [OUTPUTS, ROWS] tile of y^T = (t q^T) step scale + bias; the weights are the left operand, in registers.
+
+    WHOLE says that BYTES divides width and quarter alike. Programs that read the same activations follow one another.
+    """
+    tiles = tl.cdiv(outputs, OUTPUTS)
+    output = (tl.program_id(0) % tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, BYTES)
+    bytes_at = packed + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * width + place[None, :]
+    q_at = q + tl.minimum(row, rows - 1)[None, :] * (4 * quarter) + place[:, None]
+    acc = tl.zeros((OUTPUTS, ROWS), tl.int32)
+    for start in range(0, quarter, BYTES):
+        if WHOLE:
+            byte = tl.load(bytes_at)
+        else:  # what lies beyond is multiplied by zeros
+            byte = tl.load(bytes_at, mask=(start + place < width)[None, :], other=0)
+        for s in tl.static_range(4):
+            if WHOLE:
+                value = tl.load(q_at + s * quarter)
+            else:
+                value = tl.load(q_at + s * quarter, mask=(start + place < quarter)[:, None], other=0)
+            acc = tl.dot(ternary_int8(byte, s, PTX), value, acc, out_dtype=tl.int32)
+        bytes_at += BYTES
+        q_at += BYTES
+    unit = tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
+    out = acc.to(tl.float32) * tl.load(step + row, mask=row < rows, other=0)[None, :] * unit[:, None]
+    if BIAS:
+        out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)[:, None]
+    at = y + row[None, :] * outputs + output[:, None]
+    tl.store(at, out.to(y.dtype.element_ty), mask=(output < outputs)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit
+def dot4(a, b, acc, PTX: tl.constexpr):
+    """acc + the dot product of the four signed bytes of a and b (int32)."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
+        )
+    for i in tl.static_range(4):
+        acc += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+    return acc
+
+
+@triton.jit
+def load_words(packed, row, word, words, width, inside, WORDS: tl.constexpr):
+    """Four packed bytes as one int32, byte 0 lowest: at once (WORDS: packed holds int32 words), or one by one."""
+    if WORDS:
+        return tl.load(packed + row * words + word, mask=inside, other=0)
+    value = tl.zeros((row.shape[0], word.shape[1]), tl.int32)
+    for i in tl.static_range(4):
+        byte = tl.load(packed + row * width + 4 * word + i, mask=inside & (4 * word + i < width), other=0)
+        value |= byte.to(tl.int32) << (8 * i)
+    return value
+
+
+@triton.jit
+def int8_ternary_few(
+    q, packed, step, scale, bias, y, outputs, words, width, quarter_words, scale_stride, bias_stride,
+    M: tl.constexpr, BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One program: OUTPUTS columns of y for all M rows; every packed byte is read once. ``words`` = ceil(width / 4); q is int32.
+
+    Codes 0, 1, 2 enter the product as they are; the sum of the activations goes off at the end.
+    """
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
+    place = tl.arange(0, BLOCK)
+    accs = (tl.zeros((OUTPUTS, BLOCK), tl.int32),) * M
+    sums = (tl.zeros((BLOCK,), tl.int32),) * M
+    ones = tl.full((BLOCK,), 0x01010101, tl.int32)
+    for start in range(0, words, BLOCK):
+        word = start + place
+        value = load_words(packed, row, word[None, :], words, width, (word < words)[None, :], WORDS)
+        new_accs, new_sums = (), ()
+        for m in tl.static_range(M):
+            acc, total = accs[m], sums[m]
+            for s in tl.static_range(4):
+                a = tl.load(q + (4 * m + s) * quarter_words + word, mask=word < words, other=0)
+                acc = dot4((value >> (2 * s)) & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
+                total = dot4(a, ones, total, PTX)
+            new_accs, new_sums = new_accs + (acc,), new_sums + (total,)
+        accs, sums = new_accs, new_sums
+    unit = tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
+    for m in tl.static_range(M):
+        out = (tl.sum(accs[m], 1) - tl.sum(sums[m], 0)).to(tl.float32) * tl.load(step + m) * unit
+        if BIAS:
+            out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)
+        tl.store(y + m * outputs + output, out.to(y.dtype.element_ty), mask=output < outputs)
+
+
+@triton.jit
+def activation_gradient(
+    grad, packed, scale, dy, rows, outputs, width, quarter, g_row, g_column, scale_stride,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
+    PTX: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of dy = (dY scale) t in fp32 and quarter order, [ROWS, 4, BYTES].
+
+    SPLIT: dY times the scale, in fp32, is cut into PARTS bf16 parts. Else dY is bf16, enters as it is, and one scale comes last.
+    """
+    tiles = tl.cdiv(quarter, BYTES)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = (tl.program_id(0) % tiles) * BYTES + tl.arange(0, BYTES)
+    output = tl.arange(0, OUTPUTS)
+    grad_at = grad + tl.minimum(row, rows - 1)[:, None] * g_row
+    a0 = tl.zeros((ROWS, BYTES), tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    for start in range(0, outputs, OUTPUTS):
+        n = start + output
+        given = tl.load(grad_at + n.to(tl.int64)[None, :] * g_column, mask=(n < outputs)[None, :], other=0)
+        if SPLIT or WIDE:
+            given = given.to(tl.float32)
+        if SPLIT:
+            given *= tl.load(scale + n * scale_stride, mask=n < outputs, other=0)[None, :]
+        inside = (n < outputs)[:, None] & (place < width)[None, :]
+        byte = tl.load(packed + n.to(tl.int64)[:, None] * width + place[None, :], mask=inside, other=0x55)  # zeros
+        a0 = dot_parts(given, ternary_float(byte, 0, PTX, WIDE), a0, PARTS, WIDE)
+        a1 = dot_parts(given, ternary_float(byte, 1, PTX, WIDE), a1, PARTS, WIDE)
+        a2 = dot_parts(given, ternary_float(byte, 2, PTX, WIDE), a2, PARTS, WIDE)
+        a3 = dot_parts(given, ternary_float(byte, 3, PTX, WIDE), a3, PARTS, WIDE)
+    if not SPLIT:
+        unit = tl.load(scale)
+        a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit
+    at = dy + row[:, None] * (4 * quarter) + place[None, :]
+    inside = (row < rows)[:, None] & (place < quarter)[None, :]
+    tl.store(at, a0, mask=inside)
+    tl.store(at + quarter, a1, mask=inside)
+    tl.store(at + 2 * quarter, a2, mask=inside)
+    tl.store(at + 3 * quarter, a3, mask=inside)
+
+
+@triton.jit
+def weight_gradient(
+    grad, q, step, out, rows, outputs, columns, quarter, g_row, g_column, rows_each,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (t, p): an [OUTPUTS, 4 * BYTES] tile of dY^T (q step) over the p-th run of rows -> out[p] [outputs, columns].
+
+    q is exact in bf16; dY times the step, in fp32, is cut into PARTS bf16 parts.
+    """
+    tiles = tl.cdiv(quarter, BYTES)
+    output = (tl.program_id(0) // tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = (tl.program_id(0) % tiles) * BYTES
+    begin = tl.program_id(1).to(tl.int64) * rows_each
+    end = tl.minimum(begin + rows_each, rows)
+    c = tl.arange(0, 4 * BYTES)
+    place = first + c % BYTES
+    grad_at = grad + output.to(tl.int64)[None, :] * g_column
+    q_at = q + (c // BYTES * quarter + place)[None, :]
+    acc = tl.zeros((OUTPUTS, 4 * BYTES), tl.float32)
+    for start in range(begin, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        live = (row < end)[:, None]
+        given = tl.load(grad_at + row[:, None] * g_row, mask=live & (output < outputs)[None, :], other=0).to(tl.float32)
+        given *= tl.load(step + row, mask=row < end, other=0)[:, None]
+        value = tl.load(q_at + row[:, None] * (4 * quarter), mask=live & (place < quarter)[None, :], other=0)
+        value = value.to(tl.float32) if WIDE else value.to(tl.bfloat16)
+        acc = dot_parts(tl.trans(given), value, acc, PARTS, WIDE)
+    acc = tl.reshape(tl.permute(tl.reshape(acc, (OUTPUTS, 4, BYTES)), (0, 2, 1)), (OUTPUTS, 4 * BYTES))
+    column = 4 * first + c
+    at = out + tl.program_id(1).to(tl.int64) * outputs * columns + output.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(output < outputs)[:, None] & (column < columns)[None, :])

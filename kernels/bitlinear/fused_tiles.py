@@ -1,0 +1,99 @@
+"""Launch configurations of the fused kernels: fixed functions of the chip and the shape, chosen with the ledger.
+
+A tile is a dict of constexprs with num_warps and num_stages, ready for ``launch``. Triton's interpreter pays per program and per
+operation, so it gets few large blocks; its tiles say nothing about a chip.
+"""
+
+from kernels.launch import INTERPRETER
+
+Tile = dict[str, int]
+LONGEST_ROW = 16384  # columns of a row held in registers at once
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def quantize(target: str, quarter: int) -> Tile:
+    block = min(power_of_two(4 * quarter), LONGEST_ROW)
+    if target == INTERPRETER:
+        return {"ROWS": 128, "BLOCK": block, "num_warps": 1}
+    rows = max(1, 2048 // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": max(4, block // 1024)}
+
+
+def norm_gradient(target: str, quarter: int) -> Tile:
+    block = min(power_of_two(quarter), LONGEST_ROW // 4)
+    if target == INTERPRETER:
+        return {"ROWS": 128, "BLOCK": block, "num_warps": 1}
+    return {"ROWS": max(1, 256 // block), "BLOCK": block, "num_warps": max(4, block // 256)}
+
+
+def column_sums(target: str) -> Tile:
+    if target == INTERPRETER:
+        return {"ROWS": 128, "BLOCK": 4096, "num_warps": 1}
+    return {"ROWS": 8, "BLOCK": 128, "num_warps": 4}
+
+
+def rows_per_sum(target: str) -> int:
+    """Rows that one program of ``column_sums`` adds."""
+    return 1 << 20 if target == INTERPRETER else 256
+
+
+def row_magnitudes(target: str, columns: int) -> Tile:
+    if target == INTERPRETER:
+        return {"ROWS": 128, "BLOCK": min(power_of_two(columns), 1024), "num_warps": 1}
+    block = min(power_of_two(columns), 1024)
+    return {"ROWS": 1024 // block, "BLOCK": block, "num_warps": 4}
+
+
+def pack_rows(target: str, width: int) -> Tile:
+    if target == INTERPRETER:
+        return {"ROWS": 128, "BLOCK": min(power_of_two(width), 1024), "num_warps": 1}
+    block = min(power_of_two(width), 64)
+    return {"ROWS": 512 // block, "BLOCK": block, "num_warps": 4}
+
+
+def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
+    """``int8_ternary``: ROWS of x by OUTPUTS rows of the weight, BYTES packed bytes (four times as many columns) a step."""
+    if target == INTERPRETER:
+        return {"ROWS": 128, "OUTPUTS": 128, "BYTES": 512, "num_warps": 1, "num_stages": 1}
+    if target.startswith("gfx"):
+        return {"ROWS": 64, "OUTPUTS": 64, "BYTES": 64, "num_warps": 4, "num_stages": 2}
+    few = rows <= 64
+    if target in ("sm_90", "sm_100"):
+        return {"ROWS": 32 if few else 128, "OUTPUTS": 64 if few else 128, "BYTES": 32, "num_warps": 4 if few else 8, "num_stages": 3}
+    return {"ROWS": 32 if few else 128, "OUTPUTS": 64 if few else 128, "BYTES": 32, "num_warps": 4 if few else 8, "num_stages": 3}
+
+
+def product_few(target: str, outputs: int, words: int) -> Tile:
+    """``int8_ternary_few``: four rows of the weight to a warp, a quarter of a warp along each."""
+    if target == INTERPRETER:
+        return {"OUTPUTS": 256, "BLOCK": 256, "num_warps": 1, "num_stages": 1}
+    warps = 4 if outputs >= 8192 else 1
+    return {"OUTPUTS": 4 * warps, "BLOCK": 32, "num_warps": warps, "num_stages": 1}
+
+
+def activation_gradient(target: str, parts: int) -> Tile:
+    if target == INTERPRETER:
+        return {"ROWS": 128, "OUTPUTS": 512, "BYTES": 512, "num_warps": 1, "num_stages": 1}
+    if target.startswith("gfx"):
+        return {"ROWS": 64, "OUTPUTS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
+    return {"ROWS": 128, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 32, "num_warps": 8, "num_stages": 3}
+
+
+def weight_gradient(target: str, parts: int) -> Tile:
+    if target == INTERPRETER:
+        return {"ROWS": 512, "OUTPUTS": 128, "BYTES": 512, "num_warps": 1, "num_stages": 1}
+    if target.startswith("gfx"):
+        return {"ROWS": 32, "OUTPUTS": 64, "BYTES": 32, "num_warps": 4, "num_stages": 2}
+    return {"ROWS": 64 if parts == 1 else 32, "OUTPUTS": 128, "BYTES": 32, "num_warps": 8, "num_stages": 3}
+
+
+def weight_gradient_runs(target: str, tiles: int, rows: int) -> int:
+    """Into how many runs the rows are cut so that a weight gradient of few tiles still fills the chip (two programs to each of some
+    130 processors); the runs are added in order afterwards."""
+    if target == INTERPRETER:
+        return 1
+    return max(1, min(264 // max(tiles, 1), rows // 512))
