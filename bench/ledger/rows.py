@@ -1,0 +1,123 @@
+"""From a case and a chip to the ledger's row: compiled facts, the model's times, and the share of the bound."""
+
+import multiprocessing
+import re
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from math import prod
+from pathlib import Path
+
+from bench.ledger import sass
+from bench.ledger.case import Case, declarations, fused_ops, work_of
+from bench.ledger.chips import BY_TARGET, Chip
+from bench.ledger.compiler import CannotCompile, Compiled, compile_launch
+from bench.ledger.flow import Body
+from bench.ledger.model import body_of, bound_time, isa, launch_time, limits, matrix_agrees, pass_time
+from bench.ledger.record import record
+from kernels.launch import Launch
+from models.errors import UserError
+
+MICRO = 1e6
+
+
+def case_row(op: str, index: int, target: str, kernels: tuple[str, ...] = (), keep: str | None = None) -> dict | None:
+    """The row of one case on one target (None when ``kernels`` names none of its kernels); ``keep`` is a folder for disassembly.
+
+    Times are microseconds, sizes bytes. Raises UserError for a kernel or a host operator that has no model.
+    """
+    case, chip = declarations(op).CASES[index], BY_TARGET[target]
+    recorded = record(case, target)
+    launches = [(i, x) for i, x in enumerate(recorded.launches) if not kernels or x.name in kernels]
+    if not launches:
+        return None
+    row = {"op": op, "case": case.name, "direction": case.direction, "dtype": case.dtype, "shape": dict(case.shape)}
+    row |= {"target": target, "chip": chip.name, "launches": [launch_row(op, case, i, x, chip, keep) for i, x in launches]}
+    host = Counter()
+    for step in recorded.host:
+        host[step.name] += pass_time(chip, step) * MICRO
+    row["host"] = {name: round(us, 3) for name, us in host.items()}
+    row["baselines"] = {name: round(sum(pass_time(chip, s) for s in steps) * MICRO, 3) for name, steps in case.baselines.items()}
+    row["bound_us"] = round(bound_time(chip, case.bound) * MICRO, 4)
+    complete = len(launches) == len(recorded.launches) and all("us" in launch for launch in row["launches"])
+    total = sum(launch["us"] for launch in row["launches"]) + sum(host.values()) if complete else None
+    row["us"] = None if total is None else round(total, 3)
+    row["share"] = None if total is None else round(row["bound_us"] / total, 4)
+    row["least_share"] = case.shares.get(target)
+    row["needs_matrix"] = case.matrix
+    return row
+
+
+def launch_row(op: str, case: Case, index: int, launch: Launch, chip: Chip, keep: str | None = None) -> dict:
+    """Facts and modelled time of one launch; ``error`` instead of them when this Triton cannot compile it."""
+    row = {"index": index, "kernel": launch.name, "config": configuration(launch), "programs": prod(launch.grid)}
+    work = work_of(op, launch, case)
+    try:
+        compiled = compile_launch(launch, chip.target)
+    except CannotCompile as error:
+        return row | {"error": str(error)}
+    if keep:
+        name = "-".join((op, case.name, case.direction, str(index), launch.name, chip.target))
+        (Path(keep) / (re.sub(r"[^\w.-]+", "_", name) + ".txt")).write_text(compiled.assembly)
+    body = body_of(compiled)
+    row |= facts(compiled, body, chip)
+    agreement = matrix_agrees(body, work, row["programs"], launch.num_warps, isa(chip.target))
+    row["flops_in_code"] = None if agreement is None else round(agreement, 3)
+    if compiled.shared > chip.shared_block:
+        return row
+    found = limits(chip, compiled, body, work, row["programs"], launch.num_warps)
+    seconds, row["binds"] = launch_time(found)
+    row["us"] = round(seconds * MICRO, 3)
+    row["limits_us"] = {name: round(s * MICRO, 3) for name, s in sorted(found.items(), key=lambda item: -item[1]) if s}
+    return row
+
+
+def configuration(launch: Launch) -> str:
+    """The constants and options that a launch is compiled with, such as "BLOCK_T=32 w4 s1"."""
+    kernel = launch.kernel
+    constants = [p.name for p in kernel.params if p.is_constexpr and p.name in launch.arguments]
+    given = [f"{name}={getattr(launch.arguments[name], 'value', launch.arguments[name])}" for name in constants]
+    return " ".join([*given, f"w{launch.num_warps}", f"s{launch.num_stages}"])
+
+
+def facts(compiled: Compiled, body: Body, chip: Chip) -> dict:
+    """What the compiler made: registers, spills, shared memory, matrix instruction and the main loop's mix."""
+    machine = isa(compiled.target)
+    whole = (*body.instructions, *body.enclosing, *body.rest)
+    matrix = Counter(i.opcode for i in whole if machine.is_matrix(i))
+    loop = Counter(i.opcode for i in body.instructions)
+    double = [i for i in whole if i.opcode in sass.DOUBLE or "_f64" in i.opcode]
+    return {
+        "registers": compiled.registers,
+        "spilled": compiled.spilled,
+        "shared": compiled.shared,
+        "shared_limit": chip.shared_block,
+        "matrix": matrix.most_common(1)[0][0] if matrix else "none",
+        "f64": len(double) + len(re.findall(r"\.f64\b", compiled.portable)),
+        "loop": {
+            "looped": body.looped,
+            "unrolled": body.unrolled,
+            "instructions": len(body.instructions),
+            "local": sum(map(machine.is_local, body.instructions)),
+            "mix": dict(sorted(loop.items(), key=lambda item: (-item[1], item[0]))),
+        },
+    }
+
+
+def jobs(ops: list[str], targets: list[str]) -> list[tuple[str, int, str]]:
+    """(op, case, target) in the ledger's order. Raises UserError for an op without kernels."""
+    known = fused_ops()
+    for op in ops:
+        if op not in known:
+            raise UserError(f"op {op!r} has no kernels/{op}/fused.py; ops with kernels: {', '.join(known)}")
+    return [(op, i, target) for op in ops or known for i in range(len(declarations(op).CASES)) for target in targets]
+
+
+def make_rows(todo: Sequence[tuple], processes: int) -> list[dict]:
+    """``case_row`` of each job's arguments, in their order, whatever process made it."""
+    if processes == 1 or len(todo) == 1:
+        made = [case_row(*job) for job in todo]
+    else:
+        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+            made = list(pool.map(case_row, *zip(*todo, strict=True)))
+    return [row for row in made if row is not None]
