@@ -170,14 +170,15 @@ def tiles_product(launch: Launch, case: Case) -> Work:
     """Programs that read the same activations run together: activations and weights come from HBM once."""
     a, programs = launch.arguments, launch.grid[0]
     trips = ceil(a["quarter"], a["BYTES"])
-    tile = a["OUTPUTS"] * a["width"] + a["ROWS"] * 4 * a["quarter"]
-    flops = 8.0 * programs * a["ROWS"] * a["OUTPUTS"] * a["BYTES"] * trips
+    outputs = a["PIECE"] * a["PIECES"]
+    tile = outputs * a["width"] + a["ROWS"] * 4 * a["quarter"]
+    flops = 8.0 * programs * a["ROWS"] * outputs * a["BYTES"] * trips
     return Work(
         nbytes(launch, "q", "packed"), nbytes(launch, "y"), programs * tile, flops, "int8", trips, chain=Chain(hbm=1, l2=1)
     )
 
 
-def few_product(launch: Launch, case: Case) -> Work:
+def row_product(launch: Launch, case: Case) -> Work:
     a = launch.arguments
     read, trips = nbytes(launch, "packed"), ceil(a["words"], a["BLOCK"])
     return Work(
@@ -226,7 +227,7 @@ WORK = {
     "matrix_scale": streamed("high", "low", write=("scale",), loop=chunks("rows", "BLOCK")),
     "pack_rows": streamed("weight", write=("packed",), chain=Chain(hbm=1, l2=1)),
     "int8_ternary": tiles_product,
-    "int8_ternary_few": few_product,
+    "int8_ternary_row": row_product,
     "activation_gradient": grad_product,
     "norm_gradient": norm_gradient,
     "weight_gradient": weight_product,

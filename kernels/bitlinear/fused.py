@@ -1,7 +1,7 @@
 """bitlinear in Triton: the same formulas as ``eager``, int8 tensor cores forward, 16-bit ones backward. No atomics, no fp64.
 
 Forward: ``fused_rows.quantize_rows`` (norm, gains, int8 rows), ``fused_weights`` (scale and 2-bit weights), then one product of
-``fused_products``: up to ``FEW`` rows read the packed weights once, more rows go in tiles. The integer sums are exact.
+``fused_products``, for a single row without tensor cores. The integer sums are exact.
 Without the norm q equals eager's bit for bit. With it the mean square is added in another order, so r may differ in its last bits,
 and q by 1 where y * 127 / a lies that close to the middle between two integers (fewer than one in 10,000).
 
@@ -23,7 +23,6 @@ from kernels.bitlinear.packing import packed_width
 from kernels.launch import INTERPRETER, launch, target_of
 
 MaybeTensor = torch.Tensor | None
-FEW = 8  # rows of x up to which packed weights are read once
 
 
 def pack(weight: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,16 +31,13 @@ def pack(weight: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tenso
     width, target = packed_width(columns), target_of(weight)
     high, low = (torch.empty(rows, dtype=torch.float32, device=weight.device) for _ in range(2))
     tile = fused_tiles.row_magnitudes(target, columns)
-    halvings = tile["BLOCK"].bit_length() - 1
-    launch(
-        fused_weights.row_magnitudes, (triton.cdiv(rows, tile["ROWS"]),), weight, high, low, rows, columns, *weight.stride(),
-        HALVINGS=halvings, **tile,
-    )  # fmt: skip
+    grid = (triton.cdiv(rows, tile["ROWS"]),)
+    launch(fused_weights.row_magnitudes, grid, weight, high, low, rows, columns, *weight.stride(), **tile)
     scale = torch.empty((rows,) if per_row else (), dtype=torch.float32, device=weight.device)
     if per_row:
         launch(fused_weights.row_scales, (triton.cdiv(rows, 1024),), high, low, scale, rows, columns, BLOCK=1024)
     else:
-        launch(fused_weights.matrix_scale, (1,), high, low, scale, rows, rows * columns, BLOCK=1024, HALVINGS=10)
+        launch(fused_weights.matrix_scale, (1,), high, low, scale, rows, rows * columns, BLOCK=1024)
     packed = torch.empty((rows, width), dtype=torch.uint8, device=weight.device)
     tile = fused_tiles.pack_rows(target, width)
     grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["BLOCK"]))
@@ -90,7 +86,7 @@ def product(
     """(q t^T) step scale + bias [M, N] in ``dtype``. Packed weights that are not contiguous are copied (2 bits a weight)."""
     packed = packed.contiguous()
     y = torch.empty((q.shape[0], packed.shape[0]), dtype=dtype, device=q.device)
-    (_product_few if q.shape[0] <= FEW else _product_tiles)(q, step, packed, scale, bias, y)
+    (_product_row if q.shape[0] == 1 else _product_tiles)(q, step, packed, scale, bias, y)
     return y
 
 
@@ -98,28 +94,26 @@ def _product_tiles(
     q: torch.Tensor, step: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor, y: torch.Tensor
 ) -> None:
     (rows, outputs), width, quarter, target = y.shape, packed.shape[1], q.shape[1] // 4, target_of(q)
-    tile = fused_tiles.product(target, rows, outputs, quarter)
+    tile = fused_tiles.product(target, rows, outputs)
     whole = width % tile["BYTES"] == 0 and quarter % tile["BYTES"] == 0
-    grid = (triton.cdiv(outputs, tile["OUTPUTS"]) * triton.cdiv(rows, tile["ROWS"]),)
+    grid = (triton.cdiv(outputs, tile["PIECE"] * tile["PIECES"]) * triton.cdiv(rows, tile["ROWS"]),)
     launch(
         fused_products.int8_ternary, grid, q, packed, step, scale, bias, y, rows, outputs, width, quarter, _stride(scale),
         _stride(bias), BIAS=bias is not None, WHOLE=whole, PTX=_ptx(target), **tile,
     )  # fmt: skip
 
 
-def _product_few(
+def _product_row(
     q: torch.Tensor, step: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor, y: torch.Tensor
 ) -> None:
-    (rows, outputs), width, target = y.shape, packed.shape[1], target_of(q)
-    if rows == 0:
-        return
+    outputs, width, target = y.shape[1], packed.shape[1], target_of(q)
     words = triton.cdiv(width, 4)
     as_words = width % 4 == 0 and packed.storage_offset() % 4 == 0
-    tile = fused_tiles.product_few(target, outputs, words)
+    tile = fused_tiles.product_row(target, outputs)
     launch(
-        fused_products.int8_ternary_few, (triton.cdiv(outputs, tile["OUTPUTS"]),), q.view(torch.int32),
+        fused_products.int8_ternary_row, (triton.cdiv(outputs, tile["OUTPUTS"]),), q.view(torch.int32),
         packed.view(torch.int32) if as_words else packed, step, scale, bias, y, outputs, words, width, q.shape[1] // 16,
-        _stride(scale), _stride(bias), M=rows, BIAS=bias is not None, WORDS=as_words, PTX=_ptx(target), **tile,
+        _stride(scale), _stride(bias), BIAS=bias is not None, WORDS=as_words, PTX=_ptx(target), **tile,
     )  # fmt: skip
 
 
@@ -180,7 +174,7 @@ def grad_bias(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _column_sums(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[rows, columns] -> [columns] in ``dtype``: runs of rows first, then the runs, each in order."""
     (rows, columns), target = matrix.shape, target_of(matrix)
-    tile, each = fused_tiles.column_sums(target), fused_tiles.rows_per_sum(target)
+    tile, each = fused_tiles.column_sums(target, rows), fused_tiles.rows_per_sum(target)
     runs = max(1, triton.cdiv(rows, each))
     out = torch.empty((runs, columns), dtype=dtype if runs == 1 else torch.float32, device=matrix.device)
     grid = (triton.cdiv(columns, tile["BLOCK"]), runs)

@@ -39,52 +39,51 @@ def ternary_float(byte, S: tl.constexpr, PTX: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def dot_parts(a, b, acc, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """acc + a b, with fp32 a cut into PARTS bf16 parts (8 bits each) and b exact in bf16."""
-    if WIDE:
-        return tl.dot(a, b, acc, input_precision="ieee")
-    for _ in tl.static_range(PARTS):
-        part = a.to(tl.bfloat16)
-        acc = tl.dot(part, b, acc)
-        a = a - part.to(tl.float32)
-    return acc
-
-
-@triton.jit
 def int8_ternary(
     q, packed, step, scale, bias, y, rows, outputs, width, quarter, scale_stride, bias_stride,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: an [OUTPUTS, ROWS] tile of y^T = (t q^T) step scale + bias; the weights are the left operand, in registers.
+    """One program: a tile of y^T = (t q^T) step scale + bias, PIECES pieces of [PIECE, ROWS] that share their activations.
 
-    WHOLE says that BYTES divides width and quarter alike. Programs that read the same activations follow one another.
+    The weights are the left operand, in registers. WHOLE says that BYTES divides width and quarter alike. Programs that read the
+    same activations follow one another.
     """
-    tiles = tl.cdiv(outputs, OUTPUTS)
-    output = (tl.program_id(0) % tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
+    tiles = tl.cdiv(outputs, PIECE * PIECES)
+    first = (tl.program_id(0) % tiles) * (PIECE * PIECES) + tl.arange(0, PIECE)
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, BYTES)
-    bytes_at = packed + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * width + place[None, :]
     q_at = q + tl.minimum(row, rows - 1)[None, :] * (4 * quarter) + place[:, None]
-    acc = tl.zeros((OUTPUTS, ROWS), tl.int32)
+    accs = (tl.zeros((PIECE, ROWS), tl.int32),) * PIECES
     for start in range(0, quarter, BYTES):
-        if WHOLE:
-            byte = tl.load(bytes_at)
-        else:  # what lies beyond is multiplied by zeros
-            byte = tl.load(bytes_at, mask=(start + place < width)[None, :], other=0)
+        values = ()
         for s in tl.static_range(4):
             if WHOLE:
-                value = tl.load(q_at + s * quarter)
+                value = tl.load(q_at + (s * quarter + start))
             else:
-                value = tl.load(q_at + s * quarter, mask=(start + place < quarter)[:, None], other=0)
-            acc = tl.dot(ternary_int8(byte, s, PTX), value, acc, out_dtype=tl.int32)
-        bytes_at += BYTES
-        q_at += BYTES
-    unit = tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
-    out = acc.to(tl.float32) * tl.load(step + row, mask=row < rows, other=0)[None, :] * unit[:, None]
-    if BIAS:
-        out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)[:, None]
-    at = y + row[None, :] * outputs + output[:, None]
-    tl.store(at, out.to(y.dtype.element_ty), mask=(output < outputs)[:, None] & (row < rows)[None, :])
+                value = tl.load(q_at + (s * quarter + start), mask=(start + place < quarter)[:, None], other=0)
+            values = values + (value,)
+        sums = ()
+        for p in tl.static_range(PIECES):
+            acc = accs[p]
+            at = packed + tl.minimum(first + PIECE * p, outputs - 1).to(tl.int64)[:, None] * width + (start + place)[None, :]
+            if WHOLE:
+                byte = tl.load(at)
+            else:  # what lies beyond is multiplied by zeros
+                byte = tl.load(at, mask=(start + place < width)[None, :], other=0)
+            for s in tl.static_range(4):
+                acc = tl.dot(ternary_int8(byte, s, PTX), values[s], acc, out_dtype=tl.int32)
+            sums = sums + (acc,)
+        accs = sums
+    row_step = tl.load(step + row, mask=row < rows, other=0)
+    for p in tl.static_range(PIECES):
+        output = first + PIECE * p
+        out = accs[p].to(tl.float32) * row_step[None, :]
+        out *= tl.load(scale + output * scale_stride, mask=output < outputs, other=0)[:, None]
+        if BIAS:
+            out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)[:, None]
+        at = y + row[None, :] * outputs + output[:, None]
+        tl.store(at, out.to(y.dtype.element_ty), mask=(output < outputs)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -112,38 +111,32 @@ def load_words(packed, row, word, words, width, inside, WORDS: tl.constexpr):
 
 
 @triton.jit
-def int8_ternary_few(
+def int8_ternary_row(
     q, packed, step, scale, bias, y, outputs, words, width, quarter_words, scale_stride, bias_stride,
-    M: tl.constexpr, BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: OUTPUTS columns of y for all M rows; every packed byte is read once. ``words`` = ceil(width / 4); q is int32.
+    """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4).
 
     Codes 0, 1, 2 enter the product as they are; the sum of the activations goes off at the end.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
     place = tl.arange(0, BLOCK)
-    accs = (tl.zeros((OUTPUTS, BLOCK), tl.int32),) * M
-    sums = (tl.zeros((BLOCK,), tl.int32),) * M
+    acc = tl.zeros((OUTPUTS, BLOCK), tl.int32)
+    total = tl.zeros((BLOCK,), tl.int32)
     ones = tl.full((BLOCK,), 0x01010101, tl.int32)
     for start in range(0, words, BLOCK):
         word = start + place
-        value = load_words(packed, row, word[None, :], words, width, (word < words)[None, :], WORDS)
-        new_accs, new_sums = (), ()
-        for m in tl.static_range(M):
-            acc, total = accs[m], sums[m]
-            for s in tl.static_range(4):
-                a = tl.load(q + (4 * m + s) * quarter_words + word, mask=word < words, other=0)
-                acc = dot4((value >> (2 * s)) & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
-                total = dot4(a, ones, total, PTX)
-            new_accs, new_sums = new_accs + (acc,), new_sums + (total,)
-        accs, sums = new_accs, new_sums
-    unit = tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
-    for m in tl.static_range(M):
-        out = (tl.sum(accs[m], 1) - tl.sum(sums[m], 0)).to(tl.float32) * tl.load(step + m) * unit
-        if BIAS:
-            out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)
-        tl.store(y + m * outputs + output, out.to(y.dtype.element_ty), mask=output < outputs)
+        code = load_words(packed, row, word[None, :], words, width, (word < words)[None, :], WORDS)
+        for s in tl.static_range(4):
+            a = tl.load(q + s * quarter_words + word, mask=word < words, other=0)
+            acc = dot4((code >> (2 * s)) & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
+            total = dot4(a, ones, total, PTX)
+    out = (tl.sum(acc, 1) - tl.sum(total, 0)).to(tl.float32) * tl.load(step)
+    out *= tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
+    if BIAS:
+        out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)
+    tl.store(y + output, out.to(y.dtype.element_ty), mask=output < outputs)
 
 
 @triton.jit
@@ -152,7 +145,7 @@ def activation_gradient(
     SPLIT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
     PTX: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of dy = (dY scale) t in fp32 and quarter order, [ROWS, 4, BYTES].
+    """One program: a tile of dy^T = t^T (dY scale)^T in fp32 and quarter order, [4, BYTES, ROWS]; the weights stay in registers.
 
     SPLIT: dY times the scale, in fp32, is cut into PARTS bf16 parts. Else dY is bf16, enters as it is, and one scale comes last.
     """
@@ -160,27 +153,31 @@ def activation_gradient(
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = (tl.program_id(0) % tiles) * BYTES + tl.arange(0, BYTES)
     output = tl.arange(0, OUTPUTS)
-    grad_at = grad + tl.minimum(row, rows - 1)[:, None] * g_row
-    a0 = tl.zeros((ROWS, BYTES), tl.float32)
+    grad_at = grad + tl.minimum(row, rows - 1)[None, :] * g_row
+    a0 = tl.zeros((BYTES, ROWS), tl.float32)
     a1, a2, a3 = a0, a0, a0
     for start in range(0, outputs, OUTPUTS):
         n = start + output
-        given = tl.load(grad_at + n.to(tl.int64)[None, :] * g_column, mask=(n < outputs)[None, :], other=0)
+        given = tl.load(grad_at + n.to(tl.int64)[:, None] * g_column, mask=(n < outputs)[:, None], other=0)
         if SPLIT or WIDE:
             given = given.to(tl.float32)
         if SPLIT:
-            given *= tl.load(scale + n * scale_stride, mask=n < outputs, other=0)[None, :]
-        inside = (n < outputs)[:, None] & (place < width)[None, :]
-        byte = tl.load(packed + n.to(tl.int64)[:, None] * width + place[None, :], mask=inside, other=0x55)  # zeros
-        a0 = dot_parts(given, ternary_float(byte, 0, PTX, WIDE), a0, PARTS, WIDE)
-        a1 = dot_parts(given, ternary_float(byte, 1, PTX, WIDE), a1, PARTS, WIDE)
-        a2 = dot_parts(given, ternary_float(byte, 2, PTX, WIDE), a2, PARTS, WIDE)
-        a3 = dot_parts(given, ternary_float(byte, 3, PTX, WIDE), a3, PARTS, WIDE)
+            given *= tl.load(scale + n * scale_stride, mask=n < outputs, other=0)[:, None]
+        inside = (n < outputs)[None, :] & (place < width)[:, None]
+        byte = tl.load(packed + n.to(tl.int64)[None, :] * width + place[:, None], mask=inside, other=0x55)  # zeros
+        t0, t1 = ternary_float(byte, 0, PTX, WIDE), ternary_float(byte, 1, PTX, WIDE)
+        t2, t3 = ternary_float(byte, 2, PTX, WIDE), ternary_float(byte, 3, PTX, WIDE)
+        for _ in tl.static_range(PARTS):
+            part = given if WIDE else given.to(tl.bfloat16)
+            a0, a1 = tl.dot(t0, part, a0, input_precision="ieee"), tl.dot(t1, part, a1, input_precision="ieee")
+            a2, a3 = tl.dot(t2, part, a2, input_precision="ieee"), tl.dot(t3, part, a3, input_precision="ieee")
+            if PARTS > 1:
+                given = given - part.to(tl.float32)
     if not SPLIT:
         unit = tl.load(scale)
         a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit
-    at = dy + row[:, None] * (4 * quarter) + place[None, :]
-    inside = (row < rows)[:, None] & (place < quarter)[None, :]
+    at = dy + row[None, :] * (4 * quarter) + place[:, None]
+    inside = (row < rows)[None, :] & (place < quarter)[:, None]
     tl.store(at, a0, mask=inside)
     tl.store(at + quarter, a1, mask=inside)
     tl.store(at + 2 * quarter, a2, mask=inside)
@@ -194,7 +191,7 @@ def weight_gradient(
 ):  # fmt: skip
     """Program (t, p): an [OUTPUTS, 4 * BYTES] tile of dY^T (q step) over the p-th run of rows -> out[p] [outputs, columns].
 
-    q is exact in bf16; dY times the step, in fp32, is cut into PARTS bf16 parts.
+    q is exact in bf16; dY times the step, in fp32, is cut into PARTS bf16 parts and stays in registers.
     """
     tiles = tl.cdiv(quarter, BYTES)
     output = (tl.program_id(0) // tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -203,17 +200,21 @@ def weight_gradient(
     end = tl.minimum(begin + rows_each, rows)
     c = tl.arange(0, 4 * BYTES)
     place = first + c % BYTES
-    grad_at = grad + output.to(tl.int64)[None, :] * g_column
+    grad_at = grad + output.to(tl.int64)[:, None] * g_column
     q_at = q + (c // BYTES * quarter + place)[None, :]
     acc = tl.zeros((OUTPUTS, 4 * BYTES), tl.float32)
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
-        live = (row < end)[:, None]
-        given = tl.load(grad_at + row[:, None] * g_row, mask=live & (output < outputs)[None, :], other=0).to(tl.float32)
-        given *= tl.load(step + row, mask=row < end, other=0)[:, None]
-        value = tl.load(q_at + row[:, None] * (4 * quarter), mask=live & (place < quarter)[None, :], other=0)
+        inside = (output < outputs)[:, None] & (row < end)[None, :]
+        given = tl.load(grad_at + row[None, :] * g_row, mask=inside, other=0).to(tl.float32)
+        given *= tl.load(step + row, mask=row < end, other=0)[None, :]
+        value = tl.load(q_at + row[:, None] * (4 * quarter), mask=(row < end)[:, None] & (place < quarter)[None, :], other=0)
         value = value.to(tl.float32) if WIDE else value.to(tl.bfloat16)
-        acc = dot_parts(tl.trans(given), value, acc, PARTS, WIDE)
+        for _ in tl.static_range(PARTS):
+            part = given if WIDE else given.to(tl.bfloat16)
+            acc = tl.dot(part, value, acc, input_precision="ieee")
+            if PARTS > 1:
+                given = given - part.to(tl.float32)
     acc = tl.reshape(tl.permute(tl.reshape(acc, (OUTPUTS, 4, BYTES)), (0, 2, 1)), (OUTPUTS, 4 * BYTES))
     column = 4 * first + c
     at = out + tl.program_id(1).to(tl.int64) * outputs * columns + output.to(tl.int64)[:, None] * columns + column[None, :]

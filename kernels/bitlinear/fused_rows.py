@@ -52,11 +52,12 @@ def quantize_rows(
     live = row < rows
     shrink = tl.full((ROWS,), 1.0, tl.float32)
     factor = shrink
+    bits = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, K, BLOCK):
+        tile = load_rows(x, row, rows, x_row, x_column, start, K, BLOCK)
+        bits = tl.maximum(bits, tl.max(magnitude_bits(tile), 1))
+    largest = bits.to(tl.float32, bitcast=True)
     if NORM:
-        bits = tl.zeros((ROWS,), tl.int32)
-        for start in range(0, K, BLOCK):
-            tile = load_rows(x, row, rows, x_row, x_column, start, K, BLOCK)
-            bits = tl.maximum(bits, tl.max(magnitude_bits(tile), 1))
         # A power of two per row, at least 1: x over it is exact, and its squares cannot overflow.
         bits = tl.minimum(tl.maximum(bits & 0x7F800000, ONE_BITS), LARGEST_UNIT_BITS)
         shrink = (0x7F000000 - bits).to(tl.float32, bitcast=True)  # exponents e and 254 - e: the inverse
@@ -64,15 +65,17 @@ def quantize_rows(
         for start in range(0, K, BLOCK):
             y = load_rows(x, row, rows, x_row, x_column, start, K, BLOCK) * shrink[:, None]
             total += tl.sum(y * y, 1)
-        mean = tl.div_rn(total, tl.full((ROWS,), K, tl.float32)) + EPS * shrink * shrink
-        mean = tl.where(mean < TINY, TINY, mean)  # NaN stays
-        factor = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(mean))
-    bits = tl.full((ROWS,), MIN_MAGNITUDE_BITS, tl.int32)
-    for start in range(0, K, BLOCK):
-        tile = load_rows(x, row, rows, x_row, x_column, start, K, BLOCK)
-        y = scale_rows(tile, shrink, factor, gain, gain_stride, start, K, GAIN, BLOCK)
-        bits = tl.maximum(bits, tl.max(magnitude_bits(y), 1))
-    largest = bits.to(tl.float32, bitcast=True)
+        mean = total * (1.0 / K) + EPS * shrink * shrink
+        factor = tl.rsqrt(tl.where(mean < TINY, TINY, mean))  # NaN stays
+    if GAIN:
+        bits = tl.zeros((ROWS,), tl.int32)
+        for start in range(0, K, BLOCK):
+            tile = load_rows(x, row, rows, x_row, x_column, start, K, BLOCK)
+            y = scale_rows(tile, shrink, factor, gain, gain_stride, start, K, GAIN, BLOCK)
+            bits = tl.maximum(bits, tl.max(magnitude_bits(y), 1))
+    else:  # rounding keeps order: the largest product is the product of the largest
+        bits = magnitude_bits(largest * shrink * factor)
+    largest = tl.maximum(bits, MIN_MAGNITUDE_BITS).to(tl.float32, bitcast=True)
     tl.store(step + row, tl.div_rn(largest, tl.full((ROWS,), 127.0, tl.float32)), mask=live)
     tl.store(r + row, factor * shrink, mask=live)
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), largest) * 127
@@ -136,7 +139,7 @@ def norm_gradient(
             given = load_quarters(dy, row, rows, start, QUARTER, BLOCK)
             y = normalised_quarters(q, x, row_step, row_r, row, rows, x_row, x_column, start, K, QUARTER, GAIN, ROWS, BLOCK)
             products = gained_quarters(given, gain, gain_stride, start, K, GAIN, BLOCK) * y
-            mean += tl.sum(tl.sum(products, 2), 1) / K
+            mean += tl.sum(tl.sum(products, 2), 1) * (1.0 / K)
     for start in range(0, QUARTER, BLOCK):
         given = load_quarters(dy, row, rows, start, QUARTER, BLOCK)
         result = gained_quarters(given, gain, gain_stride, start, K, GAIN, BLOCK)

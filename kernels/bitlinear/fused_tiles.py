@@ -16,11 +16,11 @@ def power_of_two(number: int) -> int:
 
 
 def quantize(target: str, quarter: int) -> Tile:
+    """A row to a program and few warps to a row: what is computed once per row is computed by every thread."""
     block = min(power_of_two(4 * quarter), LONGEST_ROW)
     if target == INTERPRETER:
         return {"ROWS": 128, "BLOCK": block, "num_warps": 1}
-    rows = max(1, 2048 // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": max(4, block // 1024)}
+    return {"ROWS": 1, "BLOCK": block, "num_warps": max(1, block // 2048)}
 
 
 def norm_gradient(target: str, quarter: int) -> Tile:
@@ -30,10 +30,12 @@ def norm_gradient(target: str, quarter: int) -> Tile:
     return {"ROWS": max(1, 256 // block), "BLOCK": block, "num_warps": max(4, block // 256)}
 
 
-def column_sums(target: str) -> Tile:
+def column_sums(target: str, rows: int) -> Tile:
     if target == INTERPRETER:
         return {"ROWS": 128, "BLOCK": 4096, "num_warps": 1}
-    return {"ROWS": 8, "BLOCK": 128, "num_warps": 4}
+    if rows <= 16:
+        return {"ROWS": 1, "BLOCK": 1024, "num_warps": 4}
+    return {"ROWS": 64, "BLOCK": 64, "num_warps": 4}
 
 
 def rows_per_sum(target: str) -> int:
@@ -55,24 +57,30 @@ def pack_rows(target: str, width: int) -> Tile:
     return {"ROWS": 512 // block, "BLOCK": block, "num_warps": 4}
 
 
-def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
-    """``int8_ternary``: ROWS of x by OUTPUTS rows of the weight, BYTES packed bytes (four times as many columns) a step."""
+def product(target: str, rows: int, outputs: int) -> Tile:
+    """``int8_ternary``: ROWS of x by PIECES * PIECE rows of the weight, BYTES packed bytes (four times as many columns) a step.
+
+    Packed weights cost little to read, so tiles are longer along them; 320 divides the width of the 270M body.
+    """
     if target == INTERPRETER:
-        return {"ROWS": 128, "OUTPUTS": 128, "BYTES": 512, "num_warps": 1, "num_stages": 1}
+        return {"ROWS": 128, "PIECE": 128, "PIECES": 1, "BYTES": 512, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
-        return {"ROWS": 64, "OUTPUTS": 64, "BYTES": 64, "num_warps": 4, "num_stages": 2}
-    few = rows <= 64
+        return {"ROWS": min(64, max(16, power_of_two(rows))), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 2}
+    if rows <= 64:
+        return {"ROWS": max(8, power_of_two(rows)), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 4}
     if target in ("sm_90", "sm_100"):
-        return {"ROWS": 32 if few else 128, "OUTPUTS": 64 if few else 128, "BYTES": 32, "num_warps": 4 if few else 8, "num_stages": 3}
-    return {"ROWS": 32 if few else 128, "OUTPUTS": 64 if few else 128, "BYTES": 32, "num_warps": 4 if few else 8, "num_stages": 3}
+        if outputs % 256 and outputs % 320 == 0:
+            return {"ROWS": 64, "PIECE": 64, "PIECES": 5, "BYTES": 32, "num_warps": 4, "num_stages": 3}
+        return {"ROWS": 128, "PIECE": 128, "PIECES": 2, "BYTES": 32, "num_warps": 8, "num_stages": 3}
+    return {"ROWS": 128, "PIECE": 128, "PIECES": 1, "BYTES": 32, "num_warps": 8, "num_stages": 3}
 
 
-def product_few(target: str, outputs: int, words: int) -> Tile:
-    """``int8_ternary_few``: four rows of the weight to a warp, a quarter of a warp along each."""
+def product_row(target: str, outputs: int) -> Tile:
+    """``int8_ternary_row``: 16 rows of the weight to a warp, so that it reads the activations once for all of them."""
     if target == INTERPRETER:
         return {"OUTPUTS": 256, "BLOCK": 256, "num_warps": 1, "num_stages": 1}
     warps = 4 if outputs >= 8192 else 1
-    return {"OUTPUTS": 4 * warps, "BLOCK": 32, "num_warps": warps, "num_stages": 1}
+    return {"OUTPUTS": 16 * warps, "BLOCK": 32, "num_warps": warps, "num_stages": 1}
 
 
 def activation_gradient(target: str, parts: int) -> Tile:
@@ -80,7 +88,7 @@ def activation_gradient(target: str, parts: int) -> Tile:
         return {"ROWS": 128, "OUTPUTS": 512, "BYTES": 512, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": 64, "OUTPUTS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
-    return {"ROWS": 128, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 32, "num_warps": 8, "num_stages": 3}
+    return {"ROWS": 128, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 64, "num_warps": 8, "num_stages": 3}
 
 
 def weight_gradient(target: str, parts: int) -> Tile:
@@ -88,7 +96,7 @@ def weight_gradient(target: str, parts: int) -> Tile:
         return {"ROWS": 512, "OUTPUTS": 128, "BYTES": 512, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": 32, "OUTPUTS": 64, "BYTES": 32, "num_warps": 4, "num_stages": 2}
-    return {"ROWS": 64 if parts == 1 else 32, "OUTPUTS": 128, "BYTES": 32, "num_warps": 8, "num_stages": 3}
+    return {"ROWS": 64 if parts == 1 else 32, "OUTPUTS": 128, "BYTES": 64, "num_warps": 8, "num_stages": 3}
 
 
 def weight_gradient_runs(target: str, tiles: int, rows: int) -> int:

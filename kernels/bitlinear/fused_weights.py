@@ -43,21 +43,27 @@ def two_product(a, b):
 
 
 @triton.jit
-def sum_pairs(high, low, SIZE: tl.constexpr, HALVINGS: tl.constexpr):
-    """[R, SIZE] pairs -> [R] pairs: neighbours first, in a fixed tree. SIZE is 2^HALVINGS."""
-    for level in tl.static_range(HALVINGS):
-        shape: tl.constexpr = (high.shape[0], SIZE >> (level + 1), 2)
-        a_high, b_high = tl.split(tl.reshape(high, shape))
-        a_low, b_low = tl.split(tl.reshape(low, shape))
-        high, low = add_pairs(a_high, a_low, b_high, b_low)
-    return tl.reshape(high, (high.shape[0],)), tl.reshape(low, (low.shape[0],))
+def sum_pairs(high, low):
+    """[R, C] pairs, none negative -> [R] pairs, in any order: as integers, with 51 bits for the largest of a row (C up to 2048)."""
+    bits = tl.max(high.to(tl.int32, bitcast=True), 1)  # NaN is above infinity, which is above every number
+    largest = bits.to(tl.float32, bitcast=True)
+    exponent = tl.minimum(tl.maximum(bits >> 23, 127 - 70), 127 + 126)
+    grow = ((127 + 51 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    shrink = ((exponent - 51) << 23).to(tl.float32, bitcast=True)
+    finite = largest < float("inf")
+    grow = tl.where(finite, grow, 0.0)[:, None]
+    whole = (high * grow).to(tl.int64) + (low * grow).to(tl.int64)
+    total = tl.sum(whole, 1)
+    top = total.to(tl.float32)
+    rest = (total - top.to(tl.int64)).to(tl.float32)
+    return tl.where(finite, top * shrink, largest), rest * shrink
 
 
 @triton.jit
 def row_magnitudes(
-    weight, high, low, rows, columns, w_row, w_column, ROWS: tl.constexpr, BLOCK: tl.constexpr, HALVINGS: tl.constexpr
+    weight, high, low, rows, columns, w_row, w_column, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: sum of |W| over 2^40 of ROWS rows, as pairs. BLOCK is 2^HALVINGS."""
+    """One program: sum of |W| over 2^40 of ROWS rows, as pairs."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total, rest = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -67,7 +73,7 @@ def row_magnitudes(
         value = tl.abs(tl.load(at, mask=inside, other=0).to(tl.float32)) * SHRINK
         total, error = two_sum(total, value)
         rest += error
-    total, rest = sum_pairs(total, rest, BLOCK, HALVINGS)
+    total, rest = sum_pairs(total, rest)
     tl.store(high + row, total, mask=row < rows)
     tl.store(low + row, rest, mask=row < rows)
 
@@ -95,14 +101,14 @@ def row_scales(high, low, scale, rows, elements, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def matrix_scale(high, low, scale, rows, elements, BLOCK: tl.constexpr, HALVINGS: tl.constexpr):
-    """The only program: the scale of the whole matrix of ``elements`` weights. BLOCK is 2^HALVINGS."""
+def matrix_scale(high, low, scale, rows, elements, BLOCK: tl.constexpr):
+    """The only program: the scale of the whole matrix of ``elements`` weights."""
     total, rest = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)[None, :]
         more, more_rest = tl.load(high + row, mask=row < rows, other=0), tl.load(low + row, mask=row < rows, other=0)
         total, rest = add_pairs(total, rest, more, more_rest)
-    total, rest = sum_pairs(total, rest, BLOCK, HALVINGS)
+    total, rest = sum_pairs(total, rest)
     one = tl.arange(0, 1)
     tl.store(scale + one, mean_scale(total, rest, one.to(tl.int64) + elements))
 
