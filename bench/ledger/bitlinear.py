@@ -45,7 +45,7 @@ def quantize(layer: str, dtype: str, gains: bool = False) -> Case:
     return Case(
         f"quantise {layer}{', gains' if gains else ''}", FORWARD, dtype, shape_of(TOKENS, k, 0),
         lambda: fused.quantize(empty(TOKENS, k, dtype=DTYPES[dtype]), gain, 1e-5, True), bound,
-        shares={"sm_90": 0.6}, baselines={"eager": eager},
+        shares={"sm_90": 0.6} if k >= 2048 else {}, baselines={"eager": eager},
     )  # fmt: skip
 
 
@@ -81,15 +81,19 @@ def few(name: str, m: int, k: int, n: int, share: float | None) -> Case:
     )  # fmt: skip
 
 
-def grad_x(layer: str, dtype: str) -> Case:
+def grad_x(layer: str, dtype: str, per_row: bool = False, gains: bool = False) -> Case:
     (k, n), size = LAYERS[layer], DTYPES[dtype].itemsize
 
     def run() -> None:
         q, step = kept(TOKENS, k)
         grad = empty(TOKENS, n, dtype=DTYPES[dtype])
-        fused.grad_x(grad, q, step, step, *packed(k, n), None, None, True, k, DTYPES[dtype])
+        bits, scale = packed(k, n)
+        scale = empty(n, dtype=torch.float32) if per_row else scale
+        x, gain = (empty(TOKENS, k, dtype=DTYPES[dtype]), empty(k, dtype=torch.float32)) if gains else (None, None)
+        fused.grad_x(grad, q, step, step, bits, scale, x, gain, True, k, DTYPES[dtype])
 
-    return gradient("gradient of x", layer, dtype, run, TOKENS * (n * size + k + k * size) + n * k / 4)
+    name = "gradient of x" + (", row scales" if per_row else "") + (", gains" if gains else "")
+    return gradient(name, layer, dtype, run, TOKENS * (n * size + k + k * size) + n * k / 4)
 
 
 def grad_weight(layer: str, dtype: str) -> Case:
@@ -133,6 +137,7 @@ CASES = [
     grad_x("270M up", "bf16"),
     grad_x("1.7B up", "bf16"),
     grad_x("270M up", "fp32"),
+    grad_x("270M up", "bf16", per_row=True, gains=True),
     grad_weight("270M up", "bf16"),
     grad_weight("1.7B up", "bf16"),
     grad_weight("270M up", "fp32"),

@@ -142,7 +142,7 @@ def _activation_gradient(grad: torch.Tensor, packed: torch.Tensor, scale: torch.
     dy = torch.empty((rows, 4 * quarter), dtype=torch.float32, device=grad.device)
     split = grad.dtype != torch.bfloat16 or scale.dim() > 0
     parts = (3 if grad.dtype == torch.float32 else 2) if split else 1
-    tile = fused_tiles.activation_gradient(target, parts)
+    tile = fused_tiles.activation_gradient(target, parts, quarter)
     grid = (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(quarter, tile["BYTES"]),)
     launch(
         fused_products.activation_gradient, grid, grad, packed, scale, dy, rows, outputs, width, quarter, *grad.stride(),
