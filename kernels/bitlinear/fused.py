@@ -77,7 +77,7 @@ def quarter_of(columns: int) -> int:
 
 def natural_order(q: torch.Tensor, columns: int) -> torch.Tensor:
     """[M, 4 * quarter] in quarter order -> [M, columns] in the order of the columns."""
-    return q.unflatten(1, (4, -1)).transpose(1, 2).flatten(1)[:, :columns]
+    return q.unflatten(1, (4, -1)).transpose(1, 2).contiguous().flatten(1)[:, :columns]
 
 
 def product(
