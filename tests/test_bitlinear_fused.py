@@ -18,9 +18,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def quarters(q: torch.Tensor) -> torch.Tensor:
     """int8 [M, K] in quarter order, as ``fused.quantize`` leaves it."""
-    columns = 4 * fused.quarter_of(q.shape[1])
-    padded = torch.nn.functional.pad(q, (0, columns - q.shape[1]))
-    return padded.view(q.shape[0], -1, 4).transpose(1, 2).reshape(q.shape[0], columns).contiguous()
+    quarter = fused.quarter_of(q.shape[1])
+    padded = torch.nn.functional.pad(q, (0, 4 * quarter - q.shape[1]))
+    return padded.view(q.shape[0], quarter, 4).transpose(1, 2).contiguous().flatten(1)
 
 
 def accumulate(q: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

@@ -197,18 +197,20 @@ def weight_gradient(
     output = (tl.program_id(0) // tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = (tl.program_id(0) % tiles) * BYTES
     begin = tl.program_id(1).to(tl.int64) * rows_each
-    end = tl.minimum(begin + rows_each, rows)
+    count = tl.minimum(rows - begin, rows_each).to(tl.int32)
     c = tl.arange(0, 4 * BYTES)
     place = first + c % BYTES
     grad_at = grad + output.to(tl.int64)[:, None] * g_column
     q_at = q + (c // BYTES * quarter + place)[None, :]
     acc = tl.zeros((OUTPUTS, 4 * BYTES), tl.float32)
-    for start in range(begin, end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (output < outputs)[:, None] & (row < end)[None, :]
+    for start in range(0, count, ROWS):
+        place_in_run = start + tl.arange(0, ROWS)
+        live = place_in_run < count
+        row = begin + place_in_run
+        inside = (output < outputs)[:, None] & live[None, :]
         given = tl.load(grad_at + row[None, :] * g_row, mask=inside, other=0).to(tl.float32)
-        given *= tl.load(step + row, mask=row < end, other=0)[None, :]
-        value = tl.load(q_at + row[:, None] * (4 * quarter), mask=(row < end)[:, None] & (place < quarter)[None, :], other=0)
+        given *= tl.load(step + row, mask=live, other=0)[None, :]
+        value = tl.load(q_at + row[:, None] * (4 * quarter), mask=live[:, None] & (place < quarter)[None, :], other=0)
         value = value.to(tl.float32) if WIDE else value.to(tl.bfloat16)
         for _ in tl.static_range(PARTS):
             part = given if WIDE else given.to(tl.bfloat16)

@@ -161,11 +161,12 @@ def column_sums(x, out, rows, columns, x_row, x_column, rows_each, ROWS: tl.cons
     """Program (c, p): sums of the rows p * rows_each .. of the c-th block of columns -> out[p], first row to last."""
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first = tl.program_id(1).to(tl.int64) * rows_each
-    last = tl.minimum(first + rows_each, rows)
+    count = tl.minimum(rows - first, rows_each).to(tl.int32)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(first, last, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < last)[:, None] & (column < columns)[None, :]
+    for start in range(0, count, ROWS):
+        place = start + tl.arange(0, ROWS)
+        row = first + place
+        inside = (place < count)[:, None] & (column < columns)[None, :]
         total += tl.load(x + row[:, None] * x_row + column[None, :] * x_column, mask=inside, other=0).to(tl.float32)
     at = out + tl.program_id(1).to(tl.int64) * columns + column
     tl.store(at, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < columns)

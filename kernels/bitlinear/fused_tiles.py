@@ -8,6 +8,7 @@ from kernels.launch import INTERPRETER
 
 Tile = dict[str, int]
 LONGEST_ROW = 16384  # columns of a row held in registers at once
+INTERPRETED = 1 << 18  # elements of the interpreter's blocks
 
 
 def power_of_two(number: int) -> int:
@@ -19,14 +20,14 @@ def quantize(target: str, quarter: int) -> Tile:
     """A row to a program and few warps to a row: what is computed once per row is computed by every thread."""
     block = min(power_of_two(4 * quarter), LONGEST_ROW)
     if target == INTERPRETER:
-        return {"ROWS": 128, "BLOCK": block, "num_warps": 1}
+        return {"ROWS": min(128, INTERPRETED // block), "BLOCK": block, "num_warps": 1}
     return {"ROWS": 1, "BLOCK": block, "num_warps": max(1, block // 2048)}
 
 
 def norm_gradient(target: str, quarter: int) -> Tile:
     block = min(power_of_two(quarter), LONGEST_ROW // 4)
     if target == INTERPRETER:
-        return {"ROWS": 128, "BLOCK": block, "num_warps": 1}
+        return {"ROWS": min(128, INTERPRETED // (4 * block)), "BLOCK": block, "num_warps": 1}
     return {"ROWS": max(1, 256 // block), "BLOCK": block, "num_warps": max(4, block // 256)}
 
 
@@ -63,12 +64,12 @@ def product(target: str, rows: int, outputs: int) -> Tile:
     Packed weights cost little to read, so tiles are longer along them; 320 divides the width of the 270M body.
     """
     if target == INTERPRETER:
-        return {"ROWS": 128, "PIECE": 128, "PIECES": 1, "BYTES": 512, "num_warps": 1, "num_stages": 1}
+        return {"ROWS": 32, "PIECE": 32, "PIECES": 2, "BYTES": 128, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": min(64, max(16, power_of_two(rows))), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 2}
     if rows <= 64:
         return {"ROWS": max(8, power_of_two(rows)), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 4}
-    if target in ("sm_90", "sm_100"):
+    if target == "sm_90":
         if outputs % 256 and outputs % 320 == 0:
             return {"ROWS": 64, "PIECE": 64, "PIECES": 5, "BYTES": 32, "num_warps": 4, "num_stages": 3}
         return {"ROWS": 128, "PIECE": 128, "PIECES": 2, "BYTES": 32, "num_warps": 8, "num_stages": 3}
@@ -86,19 +87,22 @@ def product_row(target: str, outputs: int) -> Tile:
 def activation_gradient(target: str, parts: int, quarter: int) -> Tile:
     """Three parts need registers; few tiles are cut smaller to fill the last wave."""
     if target == INTERPRETER:
-        return {"ROWS": 128, "OUTPUTS": 512, "BYTES": 512, "num_warps": 1, "num_stages": 1}
+        return {"ROWS": 128, "OUTPUTS": 64, "BYTES": 128, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": 64, "OUTPUTS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
     rows = 64 if parts > 1 or quarter < 256 else 128
-    return {"ROWS": rows, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 64, "num_warps": rows // 16, "num_stages": 3}
+    warps = 4 if rows == 64 and target in ("sm_90", "sm_100") else 8
+    return {"ROWS": rows, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 64, "num_warps": warps, "num_stages": 3}
 
 
 def weight_gradient(target: str, parts: int) -> Tile:
     if target == INTERPRETER:
-        return {"ROWS": 512, "OUTPUTS": 128, "BYTES": 512, "num_warps": 1, "num_stages": 1}
+        return {"ROWS": 128, "OUTPUTS": 64, "BYTES": 128, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": 32, "OUTPUTS": 64, "BYTES": 32, "num_warps": 4, "num_stages": 2}
-    return {"ROWS": 64 if parts == 1 else 32, "OUTPUTS": 128, "BYTES": 64, "num_warps": 8, "num_stages": 3}
+    if target == "sm_90" or parts == 1:
+        return {"ROWS": 64 if parts == 1 else 32, "OUTPUTS": 128, "BYTES": 64, "num_warps": 8, "num_stages": 3}
+    return {"ROWS": 32, "OUTPUTS": 64, "BYTES": 32, "num_warps": 4, "num_stages": 3}
 
 
 def weight_gradient_runs(target: str, tiles: int, rows: int) -> int:

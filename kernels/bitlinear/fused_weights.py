@@ -24,15 +24,6 @@ def two_sum(a, b):
 
 
 @triton.jit
-def add_pairs(a_high, a_low, b_high, b_low):
-    """Sum of two pairs, as a pair."""
-    high, low = two_sum(a_high, b_high)
-    low += a_low + b_low
-    total = high + low
-    return total, low - (total - high)
-
-
-@triton.jit
 def two_product(a, b):
     """a * b as a rounded product and its error, from halves whose products are exact (Dekker), with or without fused multiply-add."""
     a_top = (a.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
@@ -106,8 +97,8 @@ def matrix_scale(high, low, scale, rows, elements, BLOCK: tl.constexpr):
     total, rest = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)[None, :]
-        more, more_rest = tl.load(high + row, mask=row < rows, other=0), tl.load(low + row, mask=row < rows, other=0)
-        total, rest = add_pairs(total, rest, more, more_rest)
+        total, error = two_sum(total, tl.load(high + row, mask=row < rows, other=0))
+        rest += error + tl.load(low + row, mask=row < rows, other=0)
     total, rest = sum_pairs(total, rest)
     one = tl.arange(0, 1)
     tl.store(scale + one, mean_scale(total, rest, one.to(tl.int64) + elements))
