@@ -94,7 +94,7 @@ def _product_tiles(
     q: torch.Tensor, step: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor, y: torch.Tensor
 ) -> None:
     (rows, outputs), width, quarter, target = y.shape, packed.shape[1], q.shape[1] // 4, target_of(q)
-    tile = fused_tiles.product(target, rows, outputs)
+    tile = fused_tiles.product(target, rows, outputs, quarter)
     whole = width % tile["BYTES"] == 0 and quarter % tile["BYTES"] == 0
     grid = (triton.cdiv(outputs, tile["PIECE"] * tile["PIECES"]) * triton.cdiv(rows, tile["ROWS"]),)
     launch(

@@ -58,10 +58,12 @@ def pack_rows(target: str, width: int) -> Tile:
     return {"ROWS": 512 // block, "BLOCK": block, "num_warps": 4}
 
 
-def product(target: str, rows: int, outputs: int) -> Tile:
+def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
     """``int8_ternary``: ROWS of x by PIECES * PIECE rows of the weight, BYTES packed bytes (four times as many columns) a step.
 
-    Packed weights cost little to read, so tiles are longer along them; 320 divides the width of the 270M body.
+    Packed weights cost little to read, so tiles are longer along them; 320 divides the width of the 270M body. A warp group waits
+    for each product of a slice before the next, so a slice should hold several matrix instructions: a long PIECE, many BYTES. When
+    the loop is short, two smaller programs to a processor cover each other's beginning and end.
     """
     if target == INTERPRETER:
         return {"ROWS": 32, "PIECE": 32, "PIECES": 2, "BYTES": 128, "num_warps": 1, "num_stages": 1}
@@ -69,11 +71,14 @@ def product(target: str, rows: int, outputs: int) -> Tile:
         return {"ROWS": min(64, max(16, power_of_two(rows))), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 2}
     if rows <= 64:
         return {"ROWS": max(8, power_of_two(rows)), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 4}
-    if target == "sm_90":
-        if outputs % 256 and outputs % 320 == 0:
-            return {"ROWS": 64, "PIECE": 64, "PIECES": 5, "BYTES": 32, "num_warps": 4, "num_stages": 3}
-        return {"ROWS": 128, "PIECE": 128, "PIECES": 2, "BYTES": 32, "num_warps": 8, "num_stages": 3}
-    return {"ROWS": 128, "PIECE": 128, "PIECES": 1, "BYTES": 32, "num_warps": 8, "num_stages": 3}
+    if target != "sm_90":
+        return {"ROWS": 128, "PIECE": 128, "PIECES": 1, "BYTES": 32, "num_warps": 8, "num_stages": 3}
+    depth = {"BYTES": 64 if quarter % 64 == 0 else 32, "num_stages": 3}
+    if outputs % 256 and outputs % 320 == 0:
+        return {"ROWS": 64, "PIECE": 64, "PIECES": 5, "num_warps": 4, **depth}
+    if quarter < 512:
+        return {"ROWS": 64, "PIECE": 256, "PIECES": 1, "num_warps": 4, **depth}
+    return {"ROWS": 128, "PIECE": 256, "PIECES": 1, "num_warps": 8, **depth}
 
 
 def product_row(target: str, outputs: int) -> Tile:
