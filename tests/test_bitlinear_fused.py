@@ -26,7 +26,8 @@ def quarters(q: torch.Tensor) -> torch.Tensor:
 def accumulate(q: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """The integer product through the kernels, with steps and scale 1."""
     ones = torch.ones(q.shape[0], device=DEVICE)
-    return fused.product(quarters(q), ones, packed, torch.ones((), device=DEVICE), None, torch.float32)
+    sums = q.sum(1, dtype=torch.int32)
+    return fused.product(quarters(q), ones, sums, packed, torch.ones((), device=DEVICE), None, torch.float32)
 
 
 def random_ternary(n: int, k: int) -> torch.Tensor:
@@ -137,7 +138,8 @@ def test_code_three_is_refused(place):
 
 def quantised(x: torch.Tensor, gain: torch.Tensor | None, norm: bool) -> tuple[tuple[torch.Tensor, ...], ...]:
     """q in the order of the columns, step and r: from the kernel, and from eager."""
-    q, step, r = fused.quantize(x, gain, 1e-5, norm)
+    q, step, r, sums = fused.quantize(x, gain, 1e-5, norm)
+    assert torch.equal(sums, q.sum(1, dtype=torch.int32))
     packed, scale = pack_ternary(torch.eye(x.shape[1], device=DEVICE)[:1])
     _, *expected = eager.linear(x, packed, scale, gain, None, 1e-5, norm, torch.float32)
     return (fused.natural_order(q, x.shape[1]), step, r), tuple(expected)
@@ -183,7 +185,7 @@ def test_rows_longer_than_a_block():
 def test_rows_of_any_size_keep_their_integers():
     sizes = torch.tensor([1e-30, 1e-5, 1.0, 100.0, 1e10, 1e19, 1e20, 1e30, 5e37])
     x = (torch.randn(9, 48) * sizes[:, None]).to(DEVICE)
-    q, step, r = fused.quantize(x, None, 1e-5, True)
+    q, step, r, _ = fused.quantize(x, None, 1e-5, True)
     root = torch.rsqrt(x.double().square().mean(-1) + 1e-5)
     largest = (x.double().abs().amax(-1) * root).clamp_min(1e-5)
     assert (fused.natural_order(q, 48) - x.double() * (root * 127 / largest)[:, None]).abs().max() < 0.5 + 1e-4
@@ -192,7 +194,7 @@ def test_rows_of_any_size_keep_their_integers():
 
 def test_an_eps_below_the_smallest_number_leaves_zero_rows_zero():
     for eps in (1e-300, 1e-40):
-        q, step, r = fused.quantize(torch.zeros(2, 5, device=DEVICE), None, eps, True)
+        q, step, r, _ = fused.quantize(torch.zeros(2, 5, device=DEVICE), None, eps, True)
         assert not q.any() and step.isfinite().all() and r.isfinite().all()
 
 

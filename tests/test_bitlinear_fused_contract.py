@@ -127,7 +127,9 @@ def test_opcheck():
         args = (leaves["x"], leaves["weight"], packed, scale, gain, leaves["bias"], 1e-5, norm, torch.float32, "fused")
         torch.library.opcheck(op.linear, args)
     _, q, step, r = op.linear(*args)
-    torch.library.opcheck(op.grad_x, (grad, q, step, r, packed, scale, given["x"], given["norm_weight"], True, 33, torch.float16, "fused"))
+    torch.library.opcheck(
+        op.grad_x, (grad, q, step, r, packed, scale, given["x"], given["norm_weight"], True, 33, torch.float16, "fused")
+    )
     torch.library.opcheck(op.grad_x, (grad, q, step, r, packed, scale, None, None, False, 33, torch.float32, "fused"))
     torch.library.opcheck(op.grad_weight, (grad, q, step, 33, torch.float16, "fused"))
     torch.library.opcheck(op.grad_bias, (grad, torch.float16, "fused"))

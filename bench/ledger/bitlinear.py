@@ -26,7 +26,7 @@ def shape_of(m: int, k: int, n: int) -> dict[str, int]:
 
 
 def kept(m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 activations and their steps."""
+    """int8 activations and their steps, as kept for the backward pass."""
     return empty(m, 4 * fused.quarter_of(k), dtype=torch.int8), empty(m, dtype=torch.float32)
 
 
@@ -41,7 +41,10 @@ def packed(k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize(layer: str, dtype: str, gains: bool = False) -> Case:
     k, size = LAYERS[layer][0], DTYPES[dtype].itemsize
     gain = empty(k, dtype=torch.float32) if gains else None
-    bound, eager = Bound(TOKENS * k * (size + 1) + 8 * TOKENS), (Pass("norm and quantise", TOKENS * k * (5 * size + 40), launches=12),)
+    bound, eager = (
+        Bound(TOKENS * k * (size + 1) + 8 * TOKENS),
+        (Pass("norm and quantise", TOKENS * k * (5 * size + 40), launches=12),),
+    )
     return Case(
         f"quantise {layer}{', gains' if gains else ''}", FORWARD, dtype, shape_of(TOKENS, k, 0),
         lambda: fused.quantize(empty(TOKENS, k, dtype=DTYPES[dtype]), gain, 1e-5, True), bound,
@@ -66,7 +69,7 @@ def product(layer: str, share: float) -> Case:
     int8 = (Pass("int8 matmul", TOKENS * k + n * k + 4 * TOKENS * n, flops, "int8"), Pass("scales", 6 * TOKENS * n))
     return Case(
         f"product {layer}", FORWARD, "bf16", shape_of(TOKENS, k, n),
-        lambda: fused.product(*kept(TOKENS, k), *packed(k, n), None, torch.bfloat16), Bound(moved, flops, "int8"),
+        lambda: fused.product(*kept(TOKENS, k), empty(TOKENS, dtype=torch.int32), *packed(k, n), None, torch.bfloat16), Bound(moved, flops, "int8"),
         matrix=True, shares={"sm_90": share}, baselines={"bf16 linear": bf16, "torch._int_mm and scales": int8},
     )  # fmt: skip
 
@@ -76,7 +79,7 @@ def few(name: str, m: int, k: int, n: int, share: float | None) -> Case:
     bf16 = (Pass("bf16 matmul", 2.0 * (n * k + m * (k + n))),)
     return Case(
         f"{m} rows {name}", FORWARD, "bf16", shape_of(m, k, n),
-        lambda: fused.product(*kept(m, k), *packed(k, n), None, torch.bfloat16), Bound(moved),
+        lambda: fused.product(*kept(m, k), empty(m, dtype=torch.int32), *packed(k, n), None, torch.bfloat16), Bound(moved),
         shares={"sm_90": share} if share else {}, baselines={"bf16 linear": bf16},
     )  # fmt: skip
 
@@ -178,9 +181,7 @@ def tiles_product(launch: Launch, case: Case) -> Work:
     outputs = a["PIECE"] * a["PIECES"]
     tile = outputs * a["width"] + a["ROWS"] * 4 * a["quarter"]
     flops = 8.0 * programs * a["ROWS"] * outputs * a["BYTES"] * trips
-    return Work(
-        nbytes(launch, "q", "packed"), nbytes(launch, "y"), programs * tile, flops, "int8", trips, chain=Chain(hbm=1, l2=1)
-    )
+    return Work(nbytes(launch, "q", "packed"), nbytes(launch, "y"), programs * tile, flops, "int8", trips, chain=Chain(hbm=1, l2=1))
 
 
 def row_product(launch: Launch, case: Case) -> Work:
@@ -226,7 +227,7 @@ def summed(launch: Launch, case: Case) -> Work:
 
 
 WORK = {
-    "quantize_rows": streamed("x", write=("q", "step", "r"), chain=Chain(hbm=2)),
+    "quantize_rows": streamed("x", write=("q", "step", "r", "sums"), chain=Chain(hbm=2)),
     "row_magnitudes": streamed("weight", write=("high", "low"), loop=chunks("columns", "BLOCK")),
     "row_scales": streamed("high", "low", write=("scale",)),
     "matrix_scale": streamed("high", "low", write=("scale",), loop=chunks("rows", "BLOCK")),

@@ -50,24 +50,25 @@ def linear(
     eps: float, norm: bool, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """x [M, K] -> (Y [M, N] in ``dtype``, int8 activations [M, 4 * quarter] in quarter order, step [M], r [M])."""
-    q, step, r = quantize(x, norm_weight, eps, norm)
-    return product(q, step, packed, scale.float(), bias, dtype), q, step, r
+    q, step, r, sums = quantize(x, norm_weight, eps, norm)
+    return product(q, step, sums, packed, scale.float(), bias, dtype), q, step, r
 
 
 def quantize(
     x: torch.Tensor, norm_weight: MaybeTensor, eps: float, norm: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [M, K] -> (int8 [M, 4 * quarter] in quarter order, step [M], r [M])."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K] -> (int8 [M, 4 * quarter] in quarter order, step [M], r [M], int32 sums of the int8 rows [M])."""
     rows, columns = x.shape
     quarter = quarter_of(columns)
     q = torch.empty((rows, 4 * quarter), dtype=torch.int8, device=x.device)
     step, r = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    sums = torch.empty(rows, dtype=torch.int32, device=x.device)
     tile = fused_tiles.quantize(target_of(x), quarter)
     launch(
-        fused_rows.quantize_rows, (triton.cdiv(rows, tile["ROWS"]),), x, norm_weight, q, step, r, rows, *x.stride(),
+        fused_rows.quantize_rows, (triton.cdiv(rows, tile["ROWS"]),), x, norm_weight, q, step, r, sums, rows, *x.stride(),
         _stride(norm_weight), K=columns, QUARTER=quarter, EPS=_fp32(eps), NORM=norm, GAIN=norm_weight is not None, **tile,
     )  # fmt: skip
-    return q, step, r
+    return q, step, r, sums
 
 
 def quarter_of(columns: int) -> int:
@@ -81,38 +82,41 @@ def natural_order(q: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def product(
-    q: torch.Tensor, step: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor, dtype: torch.dtype
-) -> torch.Tensor:
+    q: torch.Tensor, step: torch.Tensor, sums: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """(q t^T) step scale + bias [M, N] in ``dtype``. Packed weights that are not contiguous are copied (2 bits a weight)."""
     packed = packed.contiguous()
     y = torch.empty((q.shape[0], packed.shape[0]), dtype=dtype, device=q.device)
-    (_product_row if q.shape[0] == 1 else _product_tiles)(q, step, packed, scale, bias, y)
+    (_product_row if q.shape[0] == 1 else _product_tiles)(q, step, sums, packed, scale, bias, y)
     return y
 
 
 def _product_tiles(
-    q: torch.Tensor, step: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor, y: torch.Tensor
-) -> None:
+    q: torch.Tensor, step: torch.Tensor, sums: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor,
+    y: torch.Tensor,
+) -> None:  # fmt: skip
     (rows, outputs), width, quarter, target = y.shape, packed.shape[1], q.shape[1] // 4, target_of(q)
     tile = fused_tiles.product(target, rows, outputs, quarter)
     whole = width % tile["BYTES"] == 0 and quarter % tile["BYTES"] == 0
     grid = (triton.cdiv(outputs, tile["PIECE"] * tile["PIECES"]) * triton.cdiv(rows, tile["ROWS"]),)
     launch(
-        fused_products.int8_ternary, grid, q, packed, step, scale, bias, y, rows, outputs, width, quarter, _stride(scale),
+        fused_products.int8_ternary, grid, q, packed, step, sums, scale, bias, y, rows, outputs, width, quarter, _stride(scale),
         _stride(bias), BIAS=bias is not None, WHOLE=whole, PTX=_ptx(target), **tile,
     )  # fmt: skip
 
 
 def _product_row(
-    q: torch.Tensor, step: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor, y: torch.Tensor
-) -> None:
+    q: torch.Tensor, step: torch.Tensor, sums: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bias: MaybeTensor,
+    y: torch.Tensor,
+) -> None:  # fmt: skip
     outputs, width, target = y.shape[1], packed.shape[1], target_of(q)
     words = triton.cdiv(width, 4)
     as_words = width % 4 == 0 and packed.storage_offset() % 4 == 0
     tile = fused_tiles.product_row(target, outputs)
     launch(
         fused_products.int8_ternary_row, (triton.cdiv(outputs, tile["OUTPUTS"]),), q.view(torch.int32),
-        packed.view(torch.int32) if as_words else packed, step, scale, bias, y, outputs, words, width, q.shape[1] // 16,
+        packed.view(torch.int32) if as_words else packed, step, sums, scale, bias, y, outputs, words, width, q.shape[1] // 16,
         _stride(scale), _stride(bias), BIAS=bias is not None, WORDS=as_words, PTX=_ptx(target), **tile,
     )  # fmt: skip
 

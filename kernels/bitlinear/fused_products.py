@@ -13,15 +13,18 @@ import triton.language as tl
 
 
 @triton.jit
-def ternary_int8(byte, S: tl.constexpr, PTX: tl.constexpr):
-    """Slice S of packed bytes: int8 -1, 0, 1. Adding 0x7F and flipping the top bit subtracts 1 from four codes at once."""
+def codes_int8(byte, S: tl.constexpr, PTX: tl.constexpr):
+    """Slice S of packed bytes: the codes 0, 1, 2 as int8. They stand for -1, 0, 1: a row's sum of activations goes off the product."""
     if PTX:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; shr.u32 t, $1, {2 * S}; and.b32 t, t, 0x03030303; add.u32 t, t, 0x7F7F7F7F; "
-            "xor.b32 $0, t, 0x80808080; }",
-            "=r,r", [byte], dtype=tl.int8, is_pure=True, pack=4,
-        )  # fmt: skip
-    return ((byte >> (2 * S)) & 3).to(tl.int8) - 1
+            f"{{ .reg .b32 t; shr.u32 t, $1, {2 * S}; and.b32 $0, t, 0x03030303; }}",
+            "=r,r",
+            [byte],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return ((byte >> (2 * S)) & 3).to(tl.int8)
 
 
 @triton.jit
@@ -40,11 +43,11 @@ def ternary_float(byte, S: tl.constexpr, PTX: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def int8_ternary(
-    q, packed, step, scale, bias, y, rows, outputs, width, quarter, scale_stride, bias_stride,
+    q, packed, step, sums, scale, bias, y, rows, outputs, width, quarter, scale_stride, bias_stride,
     BIAS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of y^T = (t q^T) step scale + bias, PIECES pieces of [PIECE, ROWS] that share their activations.
+    """One program: a tile of y^T = (codes q^T - sums) step scale + bias, PIECES pieces of [PIECE, ROWS] that share their activations.
 
     The weights are the left operand, in registers. WHOLE says that BYTES divides width and quarter alike. Programs that read the
     same activations follow one another.
@@ -54,7 +57,8 @@ def int8_ternary(
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, BYTES)
     q_at = q + tl.minimum(row, rows - 1)[None, :] * (4 * quarter) + place[:, None]
-    accs = (tl.zeros((PIECE, ROWS), tl.int32),) * PIECES
+    row_sum = tl.load(sums + row, mask=row < rows, other=0)
+    accs = (tl.broadcast_to(-row_sum[None, :], (PIECE, ROWS)),) * PIECES
     for start in range(0, quarter, BYTES):
         values = ()
         for s in tl.static_range(4):
@@ -63,7 +67,7 @@ def int8_ternary(
             else:
                 value = tl.load(q_at + (s * quarter + start), mask=(start + place < quarter)[:, None], other=0)
             values = values + (value,)
-        sums = ()
+        new = ()
         for p in tl.static_range(PIECES):
             acc = accs[p]
             at = packed + tl.minimum(first + PIECE * p, outputs - 1).to(tl.int64)[:, None] * width + (start + place)[None, :]
@@ -72,9 +76,9 @@ def int8_ternary(
             else:  # what lies beyond is multiplied by zeros
                 byte = tl.load(at, mask=(start + place < width)[None, :], other=0)
             for s in tl.static_range(4):
-                acc = tl.dot(ternary_int8(byte, s, PTX), values[s], acc, out_dtype=tl.int32)
-            sums = sums + (acc,)
-        accs = sums
+                acc = tl.dot(codes_int8(byte, s, PTX), values[s], acc, out_dtype=tl.int32)
+            new = new + (acc,)
+        accs = new
     row_step = tl.load(step + row, mask=row < rows, other=0)
     for p in tl.static_range(PIECES):
         output = first + PIECE * p
@@ -112,27 +116,21 @@ def load_words(packed, row, word, words, width, inside, WORDS: tl.constexpr):
 
 @triton.jit
 def int8_ternary_row(
-    q, packed, step, scale, bias, y, outputs, words, width, quarter_words, scale_stride, bias_stride,
+    q, packed, step, sums, scale, bias, y, outputs, words, width, quarter_words, scale_stride, bias_stride,
     BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4).
-
-    Codes 0, 1, 2 enter the product as they are; the sum of the activations goes off at the end.
-    """
+    """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4)."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
     place = tl.arange(0, BLOCK)
     acc = tl.zeros((OUTPUTS, BLOCK), tl.int32)
-    total = tl.zeros((BLOCK,), tl.int32)
-    ones = tl.full((BLOCK,), 0x01010101, tl.int32)
     for start in range(0, words, BLOCK):
         word = start + place
         code = load_words(packed, row, word[None, :], words, width, (word < words)[None, :], WORDS)
         for s in tl.static_range(4):
             a = tl.load(q + s * quarter_words + word, mask=word < words, other=0)
             acc = dot4((code >> (2 * s)) & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
-            total = dot4(a, ones, total, PTX)
-    out = (tl.sum(acc, 1) - tl.sum(total, 0)).to(tl.float32) * tl.load(step)
+    out = (tl.sum(acc, 1) - tl.load(sums)).to(tl.float32) * tl.load(step)
     out *= tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
     if BIAS:
         out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)

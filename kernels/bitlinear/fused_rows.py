@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer, half to even, in the low mantissa bits
+ROUNDER_BITS = tl.constexpr(0x4B400000)
 ONE_BITS = tl.constexpr(0x3F800000)
 LARGEST_UNIT_BITS = tl.constexpr(0x7E800000)  # 2^126, whose inverse is a normal number; what is over it is still below 4
 MIN_MAGNITUDE_BITS = tl.constexpr(0x3727C5AC)  # 1e-5
@@ -43,11 +44,11 @@ def scale_rows(tile, shrink, factor, gain, gain_stride, start, K: tl.constexpr, 
 
 @triton.jit
 def quantize_rows(
-    x, gain, q, step, r, rows, x_row, x_column, gain_stride,
+    x, gain, q, step, r, sums, rows, x_row, x_column, gain_stride,
     K: tl.constexpr, QUARTER: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of x -> int8 in quarter order, step and r. K must not exceed 4 * QUARTER."""
+    """One program: ROWS rows of x -> int8 in quarter order, their sum, step and r."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     shrink = tl.full((ROWS,), 1.0, tl.float32)
@@ -80,14 +81,17 @@ def quantize_rows(
     tl.store(r + row, factor * shrink, mask=live)
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), largest) * 127
     place = tl.arange(0, 4)[None, :] * QUARTER + tl.arange(0, BLOCK // 4)[:, None]
+    total_q = tl.zeros((ROWS,), tl.int32)
     for start in range(0, 4 * QUARTER, BLOCK):
         tile = load_rows(x, row, rows, x_row, x_column, start, K, BLOCK)
         y = scale_rows(tile, shrink, factor, gain, gain_stride, start, K, GAIN, BLOCK) * inverse[:, None]
         y = tl.where(y == y, y, 0.0)  # NaN is in step; the selection also keeps product and sum from becoming one rounding
-        value = (y + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+        value = (y + ROUNDER).to(tl.int32, bitcast=True)
+        total_q += tl.sum(value - ROUNDER_BITS, 1)
         inside = live[:, None, None] & (start // 4 + tl.arange(0, BLOCK // 4) < QUARTER)[None, :, None]
         at = q + row[:, None, None] * (4 * QUARTER) + start // 4 + place[None, :, :]
-        tl.store(at, tl.reshape(value, (ROWS, BLOCK // 4, 4)), mask=inside)
+        tl.store(at, tl.reshape(value.to(tl.int8), (ROWS, BLOCK // 4, 4)), mask=inside)
+    tl.store(sums + row, total_q, mask=live)
 
 
 @triton.jit

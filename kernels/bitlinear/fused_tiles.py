@@ -68,7 +68,14 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
     if target == INTERPRETER:
         return {"ROWS": 32, "PIECE": 32, "PIECES": 2, "BYTES": 128, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
-        return {"ROWS": min(64, max(16, power_of_two(rows))), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 2}
+        return {
+            "ROWS": min(64, max(16, power_of_two(rows))),
+            "PIECE": 64,
+            "PIECES": 1,
+            "BYTES": 64,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
     if rows <= 64:
         return {"ROWS": max(8, power_of_two(rows)), "PIECE": 64, "PIECES": 1, "BYTES": 64, "num_warps": 4, "num_stages": 4}
     if target != "sm_90":

@@ -51,9 +51,7 @@ def sum_pairs(high, low):
 
 
 @triton.jit
-def row_magnitudes(
-    weight, high, low, rows, columns, w_row, w_column, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def row_magnitudes(weight, high, low, rows, columns, w_row, w_column, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """One program: sum of |W| over 2^40 of ROWS rows, as pairs."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total, rest = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
@@ -105,9 +103,7 @@ def matrix_scale(high, low, scale, rows, elements, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pack_rows(
-    weight, scale, packed, rows, columns, width, w_row, w_column, scale_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def pack_rows(weight, scale, packed, rows, columns, width, w_row, w_column, scale_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Program (n, j): ROWS rows and BLOCK bytes of the packed matrix, four columns to a byte (``packing.py``)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * (4 * BLOCK) + tl.arange(0, 4 * BLOCK)
