@@ -209,7 +209,7 @@ def far_apart(tmp_path):
 
     def build(values: torch.Tensor, dim: int) -> torch.Tensor:
         gap = 2**31 // (values.shape[dim] - 1) + 64
-        with open(tmp_path / f"{dim}", "w+b") as file:
+        with (tmp_path / f"{dim}").open("w+b") as file:
             file.truncate((2**32 + 2**16) * values.element_size())
             whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=values.dtype)
         strides = [1, 1]

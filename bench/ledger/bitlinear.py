@@ -14,6 +14,7 @@ from kernels.launch import Launch
 
 TOKENS = 8192
 LAYERS = {"270M up": (640, 2048), "270M down": (2048, 640), "1.7B up": (2048, 8192), "1.7B down": (8192, 2048)}
+ONE = Chain(hbm=1)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -61,6 +62,10 @@ def pack(layer: str, dtype: str, per_row: bool = False) -> Case:
     )  # fmt: skip
 
 
+def multiply(m: int, k: int, n: int) -> Callable[[], torch.Tensor]:
+    return lambda: fused.product(*kept(m, k), empty(m, dtype=torch.int32), *packed(k, n), None, torch.bfloat16)
+
+
 def product(layer: str, share: float) -> Case:
     k, n = LAYERS[layer]
     moved = TOKENS * k + n * k / 4 + 2 * TOKENS * n
@@ -69,8 +74,7 @@ def product(layer: str, share: float) -> Case:
     int8 = (Pass("int8 matmul", TOKENS * k + n * k + 4 * TOKENS * n, flops, "int8"), Pass("scales", 6 * TOKENS * n))
     return Case(
         f"product {layer}", FORWARD, "bf16", shape_of(TOKENS, k, n),
-        lambda: fused.product(*kept(TOKENS, k), empty(TOKENS, dtype=torch.int32), *packed(k, n), None, torch.bfloat16), Bound(moved, flops, "int8"),
-        matrix=True, shares={"sm_90": share}, baselines={"bf16 linear": bf16, "torch._int_mm and scales": int8},
+        multiply(TOKENS, k, n), Bound(moved, flops, "int8"), matrix=True, shares={"sm_90": share}, baselines={"bf16 linear": bf16, "torch._int_mm and scales": int8},
     )  # fmt: skip
 
 
@@ -79,7 +83,7 @@ def few(name: str, m: int, k: int, n: int, share: float | None) -> Case:
     bf16 = (Pass("bf16 matmul", 2.0 * (n * k + m * (k + n))),)
     return Case(
         f"{m} rows {name}", FORWARD, "bf16", shape_of(m, k, n),
-        lambda: fused.product(*kept(m, k), empty(m, dtype=torch.int32), *packed(k, n), None, torch.bfloat16), Bound(moved),
+        multiply(m, k, n), Bound(moved),
         shares={"sm_90": share} if share else {}, baselines={"bf16 linear": bf16},
     )  # fmt: skip
 
@@ -156,7 +160,7 @@ def nbytes(launch: Launch, *names: str) -> float:
     return sum(t.numel() * t.element_size() for name in names if (t := launch.arguments[name]) is not None)
 
 
-def streamed(*read: str, write: tuple[str, ...], chain: Chain = Chain(hbm=1), loop: Callable[[Launch], float] = lambda _: 1):
+def streamed(*read: str, write: tuple[str, ...], chain: Chain = ONE, loop: Callable[[Launch], float] = lambda _: 1):
     """A kernel that reads and writes each of these tensors once."""
 
     def work(launch: Launch, case: Case) -> Work:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def codes_int8(byte, S: tl.constexpr, PTX: tl.constexpr):
-    """Slice S of packed bytes: the codes 0, 1, 2 as int8. They stand for -1, 0, 1: a row's sum of activations goes off the product."""
+    """Slice S of packed bytes: the codes 0, 1, 2 as int8, for -1, 0, 1; the sum of a row's activations goes off the product."""
     if PTX:
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t; shr.u32 t, $1, {2 * S}; and.b32 $0, t, 0x03030303; }}",
@@ -32,8 +32,8 @@ def ternary_float(byte, S: tl.constexpr, PTX: tl.constexpr, WIDE: tl.constexpr):
     """Slice S of packed bytes as -1, 0, 1 in bf16 (fp32 if WIDE): code c below the bits of 128 is 128 + c, and 129 goes off."""
     if PTX:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, v; shr.u32 t, $2, {2 * S}; and.b32 t, t, 0x03030303; mov.b32 v, 0x43434343; "
-            "prmt.b32 u, t, v, 0x4140; prmt.b32 t, t, v, 0x4342; mov.b32 v, 0x3F803F80; .reg .b32 w; mov.b32 w, 0xC301C301; "
+            f"{{ .reg .b32 t, u, v, w; shr.u32 t, $2, {2 * S}; and.b32 t, t, 0x03030303; mov.b32 v, 0x43434343; "
+            "prmt.b32 u, t, v, 0x4140; prmt.b32 t, t, v, 0x4342; mov.b32 v, 0x3F803F80; mov.b32 w, 0xC301C301; "
             "fma.rn.bf16x2 $0, u, v, w; fma.rn.bf16x2 $1, t, v, w; }",
             "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
@@ -47,7 +47,7 @@ def int8_ternary(
     BIAS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of y^T = (codes q^T - sums) step scale + bias, PIECES pieces of [PIECE, ROWS] that share their activations.
+    """One program: a tile of y^T = (codes q^T - sums) step scale + bias, PIECES pieces of [PIECE, ROWS] that share activations.
 
     The weights are the left operand, in registers. WHOLE says that BYTES divides width and quarter alike. Programs that read the
     same activations follow one another.
@@ -71,10 +71,8 @@ def int8_ternary(
         for p in tl.static_range(PIECES):
             acc = accs[p]
             at = packed + tl.minimum(first + PIECE * p, outputs - 1).to(tl.int64)[:, None] * width + (start + place)[None, :]
-            if WHOLE:
-                byte = tl.load(at)
-            else:  # what lies beyond is multiplied by zeros
-                byte = tl.load(at, mask=(start + place < width)[None, :], other=0)
+            # What lies beyond is multiplied by zeros.
+            byte = tl.load(at) if WHOLE else tl.load(at, mask=(start + place < width)[None, :], other=0)
             for s in tl.static_range(4):
                 acc = tl.dot(codes_int8(byte, s, PTX), values[s], acc, out_dtype=tl.int32)
             new = new + (acc,)

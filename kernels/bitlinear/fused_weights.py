@@ -25,7 +25,7 @@ def two_sum(a, b):
 
 @triton.jit
 def two_product(a, b):
-    """a * b as a rounded product and its error, from halves whose products are exact (Dekker), with or without fused multiply-add."""
+    """a * b rounded, and its error, from halves whose products are exact (Dekker); fused multiply-adds change nothing."""
     a_top = (a.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
     b_top = (b.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
     a_rest, b_rest = a - a_top, b - b_top
