@@ -74,7 +74,8 @@ def product(layer: str, share: float) -> Case:
     int8 = (Pass("int8 matmul", TOKENS * k + n * k + 4 * TOKENS * n, flops, "int8"), Pass("scales", 6 * TOKENS * n))
     return Case(
         f"product {layer}", FORWARD, "bf16", shape_of(TOKENS, k, n),
-        multiply(TOKENS, k, n), Bound(moved, flops, "int8"), matrix=True, shares={"sm_90": share}, baselines={"bf16 linear": bf16, "torch._int_mm and scales": int8},
+        multiply(TOKENS, k, n), Bound(moved, flops, "int8"), matrix=True,
+        shares={"sm_90": share}, baselines={"bf16 linear": bf16, "torch._int_mm and scales": int8},
     )  # fmt: skip
 
 
