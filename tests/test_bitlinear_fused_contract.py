@@ -1,6 +1,5 @@
 """bitlinear's Triton kernels towards autograd, autocast, the compiler and memory."""
 
-import itertools
 import mmap
 
 import pytest
@@ -72,7 +71,8 @@ def test_no_grad_and_inference_mode():
 def test_any_subset_may_require_gradients():
     given, upstream = given_on_device(), upstream_of()
     full = dict(zip(given, run(given, upstream, impl="fused")[1:], strict=True))
-    for wanted in itertools.product([False, True], repeat=4):
+    subsets = [(False,) * 4, *(tuple(i == j for i in range(4)) for j in range(4)), (True, False, True, False)]
+    for wanted in subsets:
         leaves = {n: t.clone().requires_grad_(w) for (n, t), w in zip(given.items(), wanted, strict=True)}
         y = bit_linear(**leaves, impl="fused")
         assert y.requires_grad == any(wanted)
