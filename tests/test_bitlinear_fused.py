@@ -3,6 +3,11 @@
 Without a GPU they run in Triton's interpreter, which cuts bf16 results off instead of rounding them.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from bitlinear_support import MODES, ids, inputs
@@ -275,3 +280,23 @@ def test_naive_packs_the_same_bytes():
         ours, our_steps = pack_ternary(weight, scale, impl="fused")
         assert torch.equal(packed, ours) and torch.equal(steps, our_steps)
         assert torch.equal(unpack_ternary(ours, 33), naive.ternary(weight, scale)[0])
+
+
+ROUNDING = """
+import torch
+from bench.ledger.compiler import compile_launch
+from kernels.bitlinear import fused
+from kernels.launch import recording
+with recording("sm_90") as launches:
+    fused.quantize(torch.empty(64, 512, dtype=torch.bfloat16, device="meta"), None, 1e-5, True)
+print(*(line.split()[1] for line in compile_launch(launches[0], "sm_90").assembly.splitlines() if "12582912" in line))
+"""
+
+
+def test_compiled_code_rounds_the_product_before_it_rounds_to_an_integer():
+    """A fused multiply-add with 1.5 * 2^23 would round once, and differ from eager in ties of the rounded product."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", ROUNDING]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert set(done.stdout.split()) == {"FADD"}
