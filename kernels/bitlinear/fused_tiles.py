@@ -97,14 +97,15 @@ def product_row(target: str, outputs: int) -> Tile:
 
 
 def activation_gradient(target: str, parts: int, quarter: int) -> Tile:
-    """Three parts need registers; few tiles are cut smaller to fill the last wave."""
+    """Parts need registers; few tiles are cut smaller to fill the last wave."""
     if target == INTERPRETER:
         return {"ROWS": 128, "OUTPUTS": 64, "BYTES": 128, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": 64, "OUTPUTS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
+    if target not in ("sm_90", "sm_100"):
+        return {"ROWS": 128, "OUTPUTS": 32, "BYTES": 64 if parts == 1 else 32, "num_warps": 8, "num_stages": 3}
     rows = 64 if parts > 1 or quarter < 256 else 128
-    warps = 4 if rows == 64 and target in ("sm_90", "sm_100") else 8
-    return {"ROWS": rows, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 64, "num_warps": warps, "num_stages": 3}
+    return {"ROWS": rows, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 64, "num_warps": rows // 16, "num_stages": 3}
 
 
 def weight_gradient(target: str, parts: int) -> Tile:
