@@ -304,7 +304,6 @@ P, S = pack_ternary(W)
         (lambda: bit_linear(X, W, bias=torch.ones(8)), ValueError, r"bias must have shape \[3\], got \[8\]"),
         (lambda: bit_linear(X, W, scale="group"), ValueError, "scale must be one of tensor, row; got 'group'"),
         (lambda: bit_linear(X, W, impl="fast"), ValueError, "impl must be one of"),
-        (lambda: bit_linear(X, W, impl="fused"), ValueError, "'fused' is not available"),
         (lambda: bit_linear(X, W, eps=-1e-5), ValueError, "bit_linear: eps must be a finite number > 0; got -1e-05"),
         (lambda: bit_linear(X, W, eps=0.0), ValueError, "eps must be a finite number > 0; got 0.0"),
         (lambda: bit_linear(X, W, eps=float("nan")), ValueError, "eps must be a finite number > 0; got nan"),
