@@ -8,7 +8,7 @@ from bitlinear_support import MODES, ids, inputs, run
 from support import LargestTensor, strided
 from torch.autograd import forward_ad
 
-from kernels.bitlinear import bit_linear, eager, pack_ternary, packed_bit_linear, unpack_ternary
+from kernels.bitlinear import bit_linear, eager, op, pack_ternary, packed_bit_linear, unpack_ternary
 from kernels.common import checked_mode
 
 # --- the autograd and compiler contract ---------------------------------------------------------------------------------------
@@ -114,16 +114,16 @@ def test_compiles_into_one_graph_with_the_same_bits(mode):
 def test_opcheck():
     given = inputs(gains=True, dtype=torch.float32)
     packed, scale = pack_ternary(given["weight"])
-    torch.library.opcheck(eager.pack, (given["weight"].detach(), True))
+    torch.library.opcheck(op.pack, (given["weight"].detach(), True, "eager"))
     for norm, gains in MODES:
         args = (given["x"], given["weight"], packed, scale, given["norm_weight"] if gains else None, given["bias"], 1e-5, norm)
-        torch.library.opcheck(eager.linear, (*args, torch.float32))
-    _, q, step, r = eager.linear(*args, torch.float32)
+        torch.library.opcheck(op.linear, (*args, torch.float32, "eager"))
+    _, q, step, r = op.linear(*args, torch.float32, "eager")
     grad = torch.randn(7, 13)
     x, gain = given["x"].detach(), given["norm_weight"].detach()
-    torch.library.opcheck(eager.grad_x, (grad, q, step, r, packed, scale, x, gain, True, torch.bfloat16))
-    torch.library.opcheck(eager.grad_weight, (grad, q, step, torch.bfloat16))
-    torch.library.opcheck(eager.grad_bias, (grad, torch.bfloat16))
+    torch.library.opcheck(op.grad_x, (grad, q, step, r, packed, scale, x, gain, True, 33, torch.bfloat16, "eager"))
+    torch.library.opcheck(op.grad_weight, (grad, q, step, 33, torch.bfloat16, "eager"))
+    torch.library.opcheck(op.grad_bias, (grad, torch.bfloat16, "eager"))
 
 
 @pytest.mark.parametrize("name", ["x", "weight"])

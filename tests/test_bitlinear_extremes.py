@@ -37,7 +37,7 @@ def test_gradients_of_large_rows(dtype, size, gains):
 def test_rows_of_any_size_keep_their_integers():
     x = torch.randn(9, 48) * torch.tensor([1e-30, 1e-5, 1.0, 100.0, 1e10, 1e19, 1e20, 1e30, 5e37])[:, None]
     packed, scale = pack_ternary(torch.randn(4, 48))
-    _, q, step, r = eager.linear(x, None, packed, scale, None, None, 1e-5, True, torch.float32)
+    _, q, step, r = eager.linear(x, packed, scale, None, None, 1e-5, True, torch.float32)
     y = x.double() * torch.rsqrt(x.double().square().mean(-1) + 1e-5)[:, None]
     largest = y.abs().amax(-1).clamp_min(1e-5)
     assert (q - y * 127 / largest[:, None]).abs().max() < 0.5 + 1e-4

@@ -11,11 +11,12 @@ so weights trained under autocast and packed afterwards are the same ternary wei
 
 import torch
 
-from kernels.bitlinear import eager, naive
-from kernels.bitlinear.packing import decode, decode_table, packed_width, require_valid_codes
+from kernels.bitlinear import naive
+from kernels.bitlinear import op as registered
+from kernels.bitlinear.packing import decode, decode_table, pack_codes, packed_width, require_valid_codes
 from kernels.common import autocast_dtype, require_dtype, require_number, require_same_device, require_shape, select_impl
 
-AVAILABLE = ("naive", "eager")
+AVAILABLE = ("naive", "eager", "fused")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCALES = ("tensor", "row")
 
@@ -37,7 +38,8 @@ def bit_linear(
     whole matrix ("tensor", BitNet) or of each output row ("row"). ``norm=False`` leaves the RMS norm out.
     A zero row of x and a zero matrix give 0 (plus bias) and finite gradients; the norm holds for rows as large as the dtype.
     Differentiable once, in x, weight, norm_weight and bias.
-    Raises TypeError or ValueError for a wrong type, dtype, shape, device or option (eps must be above 0), and on the eager path
+    ``impl``: "naive" (formulas), "eager" (plain PyTorch), "fused" (Triton, no fp64; see ``fused.py``) or "auto".
+    Raises TypeError or ValueError for a wrong type, dtype, shape, device or option (eps must be above 0), and except for "naive"
     RuntimeError for a second or a forward-mode derivative.
     """
     _require_input("bit_linear", x, norm_weight, bias, norm)
@@ -46,19 +48,24 @@ def bit_linear(
     require_shape("bit_linear", "weight", weight, ("N", x.shape[-1]))
     _require_rows("bit_linear", x, norm_weight, bias, weight.shape[0])
     require_same_device("bit_linear", x=x, weight=weight, norm_weight=norm_weight, bias=bias)
-    run = naive if select_impl("bit_linear", impl, x.device, AVAILABLE) == "naive" else eager
-    y = run.bit_linear(_rows(x), weight, norm_weight, bias, eps, scale, norm, autocast_dtype(x))
+    chosen = _choose("bit_linear", impl, x, weight, norm_weight, bias)
+    arguments = (_rows(x), weight, norm_weight, bias, eps, scale, norm, autocast_dtype(x))
+    y = naive.bit_linear(*arguments) if chosen == "naive" else registered.bit_linear(*arguments, chosen)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def pack_ternary(weight: torch.Tensor, scale: str = "tensor") -> tuple[torch.Tensor, torch.Tensor]:
+def pack_ternary(weight: torch.Tensor, scale: str = "tensor", *, impl: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """The ternary weights that ``bit_linear`` derives from ``weight`` [N, K]: (uint8 [N, ceil(K/4)], scale [] or [N]).
 
     The layout is that of ``packing.py``; scale is fp32 (fp64 for fp64 weights) and multiplies the values -1, 0, +1. No gradient.
     Raises TypeError or ValueError for a wrong type, dtype, shape or option.
     """
     _require_weight("pack_ternary", weight, scale)
-    return eager.pack(weight.detach(), scale == "row")
+    chosen = _choose("pack_ternary", impl, weight)
+    if chosen == "naive":
+        values, steps = naive.ternary(weight, scale)
+        return pack_codes((values + 1).to(torch.uint8)), steps
+    return registered.pack(weight.detach(), scale == "row", chosen)
 
 
 def unpack_ternary(packed: torch.Tensor, columns: int) -> torch.Tensor:
@@ -95,9 +102,16 @@ def packed_bit_linear(
         require_shape("packed_bit_linear", "scale", scale, (packed.shape[0],))
     _require_rows("packed_bit_linear", x, norm_weight, bias, packed.shape[0])
     require_same_device("packed_bit_linear", x=x, packed=packed, scale=scale, norm_weight=norm_weight, bias=bias)
-    run = naive if select_impl("packed_bit_linear", impl, x.device, AVAILABLE) == "naive" else eager
-    y = run.packed_bit_linear(_rows(x), packed, scale, norm_weight, bias, eps, norm, autocast_dtype(x))
+    chosen = _choose("packed_bit_linear", impl, x, norm_weight, bias)
+    arguments = (_rows(x), packed, scale, norm_weight, bias, eps, norm, autocast_dtype(x))
+    y = naive.packed_bit_linear(*arguments) if chosen == "naive" else registered.packed_bit_linear(*arguments, chosen)
     return y.reshape(*x.shape[:-1], packed.shape[0])
+
+
+def _choose(op: str, impl: str, *floats: torch.Tensor | None) -> str:
+    """The implementation; fused computes in fp32, so fp64 anywhere asks for another."""
+    dtypes = {t.dtype for t in floats if t is not None}
+    return select_impl(op, impl, floats[0].device, AVAILABLE, torch.float64 if torch.float64 in dtypes else floats[0].dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
