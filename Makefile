@@ -29,8 +29,9 @@ demo: $(VENV)/.text
 	test -f data/demo/codes.safetensors || $(RUN) -m models.vocab.codes from-corpus data/demo
 	$(RUN) train.py --preset gpt2-tiny --data data/demo --arms $(DEMO_ARMS) $(DEMO_SETTINGS) --out runs/demo --resume
 
+# A process per core, whole files each: tests of one file share what is slow to make.
 test: $(VENV)/.dev
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/.dev $(VENV)/.text
 	$(RUN) -m pytest -m slow

@@ -11,7 +11,6 @@ from typing import Any
 from kernels.launch import Launch
 from models.errors import UserError
 
-
 _compiled: dict[tuple, "Compiled"] = {}
 
 
