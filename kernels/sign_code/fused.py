@@ -90,7 +90,7 @@ _SMALL = _Plan(  # the least shared memory of NVIDIA's chips, 99 KB: sm_86, sm_8
 _AMD = _Plan(
     lift={},
     products={2: _Tile(32, num_stages=2), 4: _Tile(32, num_stages=2)},
-    long={2: _Tile(64, 256, num_stages=2), 4: _Tile(64, 128, num_stages=1)},
+    long={2: _Tile(64, 256, num_stages=1), 4: _Tile(64, 128, num_stages=1)},
     lift_programs=0,
     product_programs=304,
     stationary=False,
