@@ -4,7 +4,7 @@
 largest prior. Its sums hold 2^-126 .. 2^127, so no running maximum is kept and nothing is rescaled; where a sum all the same comes
 out beyond 1e-24 .. 1e30 (scores 50 nats from the largest prior), the token is flagged and the **two passes** do its tile again:
 ``find_lse``, exact for any scores, then ``sum_codes`` with that logsumexp for reference. Both are launched every time and leave at
-once where nothing is flagged, so the host never waits. The loss alone is ``find_lse`` alone. Two passes from the start when the
+once where nothing is flagged, so the host never waits. The loss alone is the same without the codes' sums. Two passes from the start when the
 caller wants argmax and entropy, which would not fit in registers beside the sums, and for label smoothing under a soft-cap, whose
 weights need the final logsumexp.
 
@@ -12,8 +12,8 @@ hidden in bfloat16 and float16 meets the codes exactly, float32 as three bfloat1
 p meets them in bfloat16, for float16 in two parts and for float32 in three.
 
 Tried and dropped, by sm_90 machine code: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what
-hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between threads as
-numbers (8 barriers a tile more); a branch for tiles with targets (the loop loses its uniform registers, 180 instructions a tile);
+hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between threads
+as numbers (8 barriers a tile more); a branch for tiles with targets (the loop loses its uniform registers, 180 instructions a tile);
 two passes from the start (three products instead of two); in-place exponent and mantissa bits to save shifts (right for scores, but
 sums would need the sum of rounded p beside the exact one, which costs what it saves).
 """
@@ -228,7 +228,8 @@ class _Loss:
             (triton.cdiv(scorer.tokens, _FINISH),),
             *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, self.targets),
             *(self.code_sums, self.prior_sum, tops, totals, dots, bests, ids, plains, self.flags),
-            *(loss, lse, logprob, argmax, entropy, self.references, self.factors, self.at_targets, scorer.tokens, scorer.vocabulary, scorer.words, totals.shape[0]),
+            *(loss, lse, logprob, argmax, entropy, self.references, self.factors, self.at_targets, scorer.tokens),
+            *(scorer.vocabulary, scorer.words, totals.shape[0]),
             **(scorer.shared() | {"SMOOTHING": options.smoothing, "SHIFT": self.shift, "Z_LOSS": options.z_loss}),
             HAS_PRIOR=scorer.prior is not None, AUX=options.aux, ONE_PASS=one_pass, ONLY_FLAGGED=flagged, BT=_FINISH,
         )
