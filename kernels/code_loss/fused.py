@@ -12,10 +12,10 @@ hidden in bfloat16 and float16 meets the codes exactly, float32 as three bfloat1
 p meets them in bfloat16, for float16 in two parts and for float32 in three.
 
 Tried and dropped, by sm_90 machine code: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what
-hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between threads
-as numbers (8 barriers a tile more); a branch for tiles with targets (the loop loses its uniform registers, 180 instructions a tile);
-two passes from the start (three products instead of two); in-place exponent and mantissa bits to save shifts (right for scores, but
-sums would need the sum of rounded p beside the exact one, which costs what it saves).
+hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between
+threads as numbers (8 barriers a tile more); a branch for tiles with targets (the loop loses its uniform registers, 180
+instructions a tile); two passes from the start (three products instead of two); in-place exponent and mantissa bits to save
+shifts (right for scores, but sums would need the sum of rounded p beside the exact one, which costs what it saves).
 """
 
 import math
