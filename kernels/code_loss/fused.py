@@ -4,7 +4,8 @@
 largest prior. Its sums hold 2^-126 .. 2^127, so no running maximum is kept and nothing is rescaled; where a sum all the same comes
 out beyond 1e-24 .. 1e30 (scores 50 nats from the largest prior), the token is flagged and the **two passes** do its tile again:
 ``find_lse``, exact for any scores, then ``sum_codes`` with that logsumexp for reference. Both are launched every time and leave at
-once where nothing is flagged, so the host never waits. The loss alone is the same without the codes' sums. Two passes from the start when the
+once where nothing is flagged, so the host never waits. The loss alone: the same, no sums of codes.
+Two passes from the start when the
 caller wants argmax and entropy, which would not fit in registers beside the sums, and for label smoothing under a soft-cap, whose
 weights need the final logsumexp.
 
