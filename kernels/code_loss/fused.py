@@ -1,22 +1,26 @@
 """Triton: loss and hidden gradient from one pass over the packed codes; nothing of size T x V or V x K.
 
-**One pass** (``sum_codes``): sum of exp2(score - reference) and of the same times the code, for a reference that is known before: the
+**One pass** (``sum_codes``): sum of exp2(score - reference) and of the same times the code, for a reference known before: the
 largest prior. Its sums hold 2^-126 .. 2^127, so no running maximum is kept and nothing is rescaled; where a sum all the same comes
 out beyond 1e-24 .. 1e30 (scores 50 nats from the largest prior), the token is flagged and the **two passes** do its tile again:
 ``find_lse``, exact for any scores, then ``sum_codes`` with that logsumexp for reference. Both are launched every time and leave at
-once where nothing is flagged, so the host never waits. The loss alone is ``find_lse`` alone. Two passes from the start when the
+once where nothing is flagged, so the host never waits. The loss alone: the same, no sums of codes.
+Two passes from the start when the
 caller wants argmax and entropy, which would not fit in registers beside the sums, and for label smoothing under a soft-cap, whose
 weights need the final logsumexp.
 
 hidden in bfloat16 and float16 meets the codes exactly, float32 as three bfloat16 parts that add up to it exactly (three products);
 p meets them in bfloat16, for float16 in two parts and for float32 in three.
 
-Tried and dropped: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what never happens); slices as
-separate products of depth 32 (16 waits instead of 4); the second product's codes converted after unpacking (8 barriers a tile).
+Tried and dropped, by sm_90 machine code: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what
+hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between
+threads as numbers (8 barriers a tile more); a branch for tiles with targets (the loop loses its uniform registers, 180
+instructions a tile); two passes from the start (three products instead of two); in-place exponent and mantissa bits to save
+shifts (right for scores, but sums would need the sum of rounded p beside the exact one, which costs what it saves).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +31,8 @@ from kernels.launch import INTERPRETER, launch, target_of
 
 from .checks import Options
 from .fused_finish import count_bits, finish_losses, finish_rows
-from .fused_kernels import LOG2E, find_lse, list_hits, sum_codes, sum_tokens
+from .fused_kernels import find_lse, sum_codes, sum_tokens
+from .fused_scores import LOG2E, list_hits
 
 _MAX_WIDTH = 2048
 _FINISH = 16
@@ -36,20 +41,24 @@ _FINISH = 16
 
 @dataclass(frozen=True)
 class _Tile:
-    """codes x tokens of one step of a program, and how it is compiled."""
+    """codes x tokens of one step of a program, how it is compiled, and how many such programs a multiprocessor holds at once."""
 
     codes: int
     tokens: int
     warps: int
     stages: int
+    held: int = 1
 
 
 _UNITS = {"sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, INTERPRETER: 4}
-"""Programs that a chip runs at once, one to a multiprocessor: what the split of the vocabulary aims at."""
-_SMALL = {"sums": _Tile(64, 32, 4, 1), "loss": _Tile(64, 32, 4, 1), "lse": _Tile(64, 32, 4, 1), "fp32": _Tile(64, 16, 4, 1)}
+"""Multiprocessors of a chip: what the split of the vocabulary aims to fill."""
+_KINDS = ("sums", "loss", "lse", "fp32")
+_SMALL = dict.fromkeys(_KINDS, _Tile(64, 32, 4, 1, held=2)) | {"fp32": _Tile(64, 16, 4, 1, held=2)}
 _TILES = {
-    "sm_90": {"sums": _Tile(128, 64, 8, 2), "loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 64, 8, 1), "fp32": _Tile(128, 32, 8, 1)},
-    INTERPRETER: dict.fromkeys(("sums", "loss", "lse", "fp32"), _Tile(256, 32, 4, 1)),
+    # Sums: two programs of 4 warps a multiprocessor, one of which unpacks while the other's products run. (One of 128 x 64 and
+    # 8 warps takes 15 % fewer instructions, but waits for itself and spills in its loop.)
+    "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1)},
+    INTERPRETER: dict.fromkeys(_KINDS, _Tile(256, 32, 4, 1)),
 }
 
 
@@ -60,7 +69,7 @@ class _Scorer:
         self.target = target_of(hidden)
         self.tokens, self.width = hidden.shape
         if self.width > _MAX_WIDTH:
-            raise ValueError(f"code_cross_entropy: impl='fused' takes at most {_MAX_WIDTH} code bits, got {self.width}; use 'eager'")
+            raise ValueError(f"code_cross_entropy: impl='fused' takes at most {_MAX_WIDTH} code bits, got {self.width}: use eager")
         self.vocabulary = codes.shape[0]
         # Halfwords must lie side by side. Other layouts (a column slice with a step) are copied.
         self.codes = (codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()).view(torch.int16)
@@ -72,19 +81,19 @@ class _Scorer:
         self.prior, self.reference = prior, None
         if prior is not None:
             self.prior = (prior.float() if prior.dtype == torch.float64 else prior).contiguous()
-            self.reference = (self.prior.amax().float() * LOG2E.value).nan_to_num(0.0, 0.0, 0.0)
+            self.reference = (self.prior.amax().float() * LOG2E.value).clamp(-1e30, 1e30)
         self.softcap = softcap or 0.0
 
     def tile(self, kind: str) -> _Tile:
         tiles = _TILES.get(self.target, _SMALL)
         tile = tiles["fp32" if self.parts == 3 else kind]
         # The hidden tile and the sums grow with the width; so the tokens shrink.
-        return _Tile(tile.codes, max(16, tile.tokens * 32 // max(32, self.slots)), tile.warps, tile.stages)
+        return replace(tile, tokens=max(16, tile.tokens * 32 // max(32, self.slots)))
 
     def splits(self, tile: _Tile) -> tuple[int, int]:
         """(number of splits of the vocabulary, tiles in each): as many as fill the chip once, whatever V is."""
         tiles = triton.cdiv(self.vocabulary, tile.codes)
-        wanted = max(1, _UNITS.get(self.target, 128) // max(1, triton.cdiv(self.tokens, tile.tokens)))
+        wanted = max(1, tile.held * _UNITS.get(self.target, 128) // max(1, triton.cdiv(self.tokens, tile.tokens)))
         each = triton.cdiv(tiles, min(wanted, tiles))
         return triton.cdiv(tiles, each), each
 
@@ -119,7 +128,7 @@ def _permuted(hidden: torch.Tensor, slots: int, parts: int) -> torch.Tensor:
     if parts == 3:
         high = hidden.bfloat16()
         middle = (hidden - high).bfloat16()
-        hidden = torch.stack((high, middle, (hidden - high - middle).bfloat16()))
+        hidden = torch.cat((high, middle, (hidden - high - middle).bfloat16()))
     padded = F.pad(hidden, (0, 16 * slots - width)).view(parts, tokens, slots, 16)
     return padded.transpose(2, 3).contiguous().view(parts, tokens, 16 * slots)
 
@@ -182,7 +191,7 @@ class _Loss:
             *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, self.targets, self.flags),
             *(tops, totals, dots, bests, ids, plains, scorer.tokens, scorer.vocabulary, scorer.words, each),
             **(scorer.scoring(tile) | {"HAS_PRIOR": scorer.prior is not None, "AUX": aux, "PLAIN": self.combined}),
-            **{"ONLY_FLAGGED": flagged},
+            ONLY_FLAGGED=flagged,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -206,7 +215,7 @@ class _Loss:
             *(self.flags, self.references, self.factors, (12 - 4 * rows).to(torch.int16), totals, sums),
             *(scorer.tokens, scorer.vocabulary, scorer.words, each),
             **(scorer.scoring(tile) | scorer.sum_forms() | {"HAS_PRIOR": scorer.prior is not None, "SHIFT": self.shift}),
-            **{"KNOWN": known, "COMBINED": self.combined, "SUMS": wanted, "ONLY_FLAGGED": flagged},
+            KNOWN=known, COMBINED=self.combined, SUMS=wanted, ONLY_FLAGGED=flagged,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -219,10 +228,11 @@ class _Loss:
             finish_losses,
             (triton.cdiv(scorer.tokens, _FINISH),),
             *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, self.targets),
-            *(self.code_sums, self.prior_sum, tops, totals, dots, bests, ids, plains, self.flags, loss, lse, logprob, argmax, entropy),
-            *(self.references, self.factors, self.at_targets, scorer.tokens, scorer.vocabulary, scorer.words, totals.shape[0]),
+            *(self.code_sums, self.prior_sum, tops, totals, dots, bests, ids, plains, self.flags),
+            *(loss, lse, logprob, argmax, entropy, self.references, self.factors, self.at_targets, scorer.tokens),
+            *(scorer.vocabulary, scorer.words, totals.shape[0]),
             **(scorer.shared() | {"SMOOTHING": options.smoothing, "SHIFT": self.shift, "Z_LOSS": options.z_loss}),
-            **{"HAS_PRIOR": scorer.prior is not None, "AUX": options.aux, "ONE_PASS": one_pass, "ONLY_FLAGGED": flagged, "BT": _FINISH},
+            HAS_PRIOR=scorer.prior is not None, AUX=options.aux, ONE_PASS=one_pass, ONLY_FLAGGED=flagged, BT=_FINISH,
         )
 
     def rows(self, sums: torch.Tensor, flagged: bool) -> None:
@@ -232,8 +242,8 @@ class _Loss:
             (triton.cdiv(scorer.tokens, _FINISH),),
             *(scorer.codes, scorer.codes.stride(0), self.targets, self.code_sums, sums, self.factors, self.at_targets, self.flags),
             *(self.outputs[5], scorer.tokens, scorer.vocabulary, scorer.words, sums.shape[0], scorer.width),
-            **{"SCALE": 1 / math.sqrt(scorer.width), "SHIFT": self.shift, "COMBINED": self.combined, "ONLY_FLAGGED": flagged},
-            **{"W": scorer.slots, "BT": _FINISH},
+            SCALE=1 / math.sqrt(scorer.width), SHIFT=self.shift, COMBINED=self.combined, ONLY_FLAGGED=flagged,
+            W=scorer.slots, BT=_FINISH,
         )
 
 

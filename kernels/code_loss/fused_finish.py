@@ -7,14 +7,14 @@ logsumexp of the other codes and s the target's score, everything is a function 
 import triton
 import triton.language as tl
 
-from .fused_kernels import LOG2E, LOWEST, capped_share
+from .fused_scores import LOG2E, LOWEST, capped_share
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def log1p_of(x):
-    """log(1 + x) for x in [0, 1], to fp32 rounding: 2 artanh(x / (2 + x)). (The hardware's log2 is exact to 2^-22 absolute only.)"""
+    """log(1 + x) for x in [0, 1], to fp32 rounding: 2 artanh(x / (2 + x)). (A GPU's log2 is exact to 2^-22 absolute.)"""
     r = x / (2 + x)
     s = r * r
     tail = 1 / 11 + s * (1 / 13 + s * (1 / 15))

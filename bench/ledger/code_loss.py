@@ -1,0 +1,91 @@
+"""The ledger's cases of code_loss: T = 8,192 tokens against V = 262,144 codes of K = 512 bits, with a prior. Training is one pass,
+two products; the loss alone is one. The passes that only flagged tokens take are launched too and leave at once."""
+
+import torch
+
+from bench.ledger.case import FORWARD, Bound, Case, Chain, Pass, Work
+from kernels.code_loss import fused
+from kernels.code_loss.checks import Options
+from kernels.launch import Launch
+
+SHAPE = {"T": 8192, "V": 262144, "K": 512}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float | None = None) -> Case:
+    tokens, vocabulary, width = SHAPE.values()
+    size = DTYPES[dtype].itemsize
+
+    def run() -> None:
+        def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        ids = torch.int64
+        outputs = (meta(tokens), meta(tokens), meta(tokens), meta(tokens, dtype=ids), meta(tokens), meta(tokens, width))
+        hidden, codes = meta(tokens, width, dtype=DTYPES[dtype]), meta(vocabulary, width // 32, dtype=torch.int32)
+        options = Options(0.0, 0.0, None, gradient, aux)
+        fused.losses(hidden, codes, meta(vocabulary), meta(tokens, dtype=ids), options, outputs)
+
+    product, logits = 2.0 * tokens * vocabulary * width, tokens * vocabulary
+    moved = vocabulary * width / 8 + tokens * width * size * (3 if gradient else 1)
+    eager = [
+        Pass("codes unpacked", vocabulary * width * (size + 1 / 8)),
+        Pass("logits", vocabulary * width * size + logits * size, product),
+        Pass("log-softmax in fp32", logits * (size + 4 + 4 + 4), launches=2),
+    ]
+    if gradient:
+        eager += [
+            Pass("softmax less one-hot", logits * (4 + 4 + size), launches=2),
+            Pass("gradient of hidden", logits * size + vocabulary * width * size, product),
+        ]
+    bound = Bound(moved, product * (2 if gradient else 1))
+    shares = {} if share is None else {"sm_90": share}
+    return Case(name, FORWARD, dtype, SHAPE, run, bound, matrix=True, shares=shares, baselines={"dense logits": tuple(eager)})
+
+
+def _pass_over_codes(launch: Launch, products: float) -> Work:
+    """A program reads its hidden tile once and all its codes; codes and prior come from HBM once and then from L2."""
+    a = launch.arguments
+    if a["ONLY_FLAGGED"]:
+        return Work(chain=Chain(hbm=1))
+    programs = launch.grid[0] * launch.grid[1]
+    codes, hidden = SHAPE["V"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * 2 * a["PARTS"]
+    flops = 2.0 * programs * a["tiles"] * a["BV"] * a["BT"] * a["W"] * 16 * products
+    passes = 2 if a.get("SUMS") else 1
+    return Work(
+        hbm_read=codes + hidden, l2_read=hidden + passes * codes * launch.grid[0], flops=flops, dtype="bf16",
+        iterations=a["tiles"], chain=Chain(hbm=2, l2=a["tiles"]),
+    )  # fmt: skip
+
+
+def sums(launch: Launch, case: Case) -> Work:
+    return _pass_over_codes(launch, launch.arguments["PARTS"] + launch.arguments["SUM_PARTS"] * launch.arguments["SUMS"])
+
+
+def lse(launch: Launch, case: Case) -> Work:
+    return _pass_over_codes(launch, launch.arguments["PARTS"])
+
+
+def hits(launch: Launch, case: Case) -> Work:
+    return Work(SHAPE["T"] * 8, SHAPE["T"] * 4, chain=Chain(hbm=1))
+
+
+def finished(launch: Launch, case: Case) -> Work:
+    """Per token the hidden row or the sums of every split, and the target's code; the rows are written once."""
+    if launch.arguments["ONLY_FLAGGED"]:
+        return Work(chain=Chain(hbm=1))
+    tokens, width = SHAPE["T"], SHAPE["K"]
+    row, code = tokens * width * 4 * launch.arguments["splits"], tokens * width / 8
+    if launch.name == "finish_rows":
+        return Work(row + code, tokens * width * 4, chain=Chain(hbm=2))
+    return Work(tokens * width * 2 * launch.arguments["PARTS"] + code, tokens * 40, chain=Chain(hbm=2))
+
+
+CASES = [
+    case("training", "bf16", gradient=True, share=0.68),
+    case("training", "fp16", gradient=True),
+    case("training", "fp32", gradient=True),
+    case("training, argmax and entropy", "bf16", gradient=True, aux=True),
+    case("loss only", "bf16", gradient=False, share=0.7),
+]
+WORK = {"sum_codes": sums, "find_lse": lse, "list_hits": hits, "finish_losses": finished, "finish_rows": finished}
