@@ -189,7 +189,7 @@ def row(**launch) -> dict:
     made |= {"tensor_memory": 0, "resident": 4, "matrix": "HMMA", "f64": 0, "flops_in_code": 1.0, "us": 2.0, "binds": "HBM"}
     made["loop"] = {"looped": True, "unrolled": 1, "instructions": 10, "local": 0, "mix": {}}
     case = {"op": "o", "case": "c", "direction": "forward", "dtype": "bf16", "shape": {"T": 1}, "target": "sm_90", "chip": "H200"}
-    numbers = {"host": {}, "baselines": {}, "us": 2.0, "share": 0.7, "least_share": 0.6, "needs_matrix": True}
+    numbers = {"host": {}, "baselines": {}, "us": 2.0, "share": 0.7, "least_share": 0.6, "needs_matrix": True, "may_spill": False}
     return case | numbers | {"launches": [made | launch]}
 
 
@@ -226,6 +226,9 @@ def test_local_memory_is_allowed_where_the_rule_says():
     loop = row()["launches"][0]["loop"] | {"local": 3}
     assert violations([row(loop=loop) | {"target": "gfx942"}]) == []
     assert len(violations([row(loop=loop), row(loop=loop | {"looped": False})])) == 2
+    tolerated = row(loop=loop, limits_us={"HBM": 2.0, "lsu": 0.9}) | {"may_spill": True}
+    binding = row(loop=loop, limits_us={"lsu": 2.0}) | {"may_spill": True}
+    assert violations([tolerated]) == [] and len(violations([binding])) == 1
 
 
 def test_differences_name_what_changed():

@@ -44,7 +44,7 @@ def case_row(op: str, index: int, target: str, kernels: tuple[str, ...] = (), ke
     row["us"] = None if total is None else round(total, 3)
     row["share"] = None if total is None else round(row["bound_us"] / total, 4)
     row["least_share"] = case.shares.get(target)
-    row["needs_matrix"] = case.matrix
+    row["needs_matrix"], row["may_spill"] = case.matrix, case.spills
     return row
 
 

@@ -176,7 +176,8 @@ class _Loss:
     def hits(self, tile: _Tile) -> torch.Tensor:
         programs = triton.cdiv(self.scorer.tokens, tile.tokens)
         found = self.scorer.empty(programs, tile.tokens + 1, dtype=torch.int32)
-        launch(list_hits, (programs,), self.targets, found, self.scorer.tokens, BV=tile.codes, BT=tile.tokens)
+        warps = max(4, tile.tokens // 8)  # it compares each token with each other one
+        launch(list_hits, (programs,), self.targets, found, self.scorer.tokens, BV=tile.codes, BT=tile.tokens, num_warps=warps)
         return found
 
     def two_passes(self, flagged: bool) -> None:
