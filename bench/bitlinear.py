@@ -37,6 +37,7 @@ OP = Op(
     default={"T": 512, "K": 640, "N": 2048},
     small={"T": 63, "K": 75, "N": 60},
     sweeps={"T": (1, 32, 512, 2048), "N": (512, 2048, 4096)},
+    papers=({"T": 8192, "K": 640, "N": 2048}, {"T": 8192, "K": 2048, "N": 8192}),
     inputs=inputs,
     output_axes=("T", "N"),
     providers=by_name(

@@ -59,6 +59,7 @@ OP = Op(
     default={"T": 256, "V": 32768, "K": 512},
     small={"T": 63, "V": 257, "K": 75},
     sweeps={"T": (64, 256, 1024), "V": (8192, 32768, 131072)},
+    papers=({"T": 8192, "V": 262144, "K": 512},),
     inputs=inputs,
     fixed=("prior",),
     providers=by_name(

@@ -8,6 +8,7 @@ target, dtype and shape (``target_of``); nothing is tuned at run time, so two ru
 import contextlib
 import inspect
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,19 @@ from typing import Any
 import torch
 
 INTERPRETER = "interpreter"
-_recorded: "list[Launch] | None" = None
-_target: str | None = None
+
+# Triton's interpreter replaces parts of its language while it runs a kernel: one kernel at a time.
+_interpreter = threading.Lock()
+
+
+class _Recording(threading.local):
+    """What this thread records: another thread's launches run as ever."""
+
+    launches: "list[Launch] | None" = None
+    target: str | None = None
+
+
+_recording = _Recording()
 
 
 @dataclass(frozen=True)
@@ -40,21 +52,23 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, num_warps: int = 4
     ``arguments`` are the kernel's run-time parameters in order (tensors, ints, None), ``constants`` its constexprs by name.
     """
     grid = tuple(grid)
-    if _recorded is not None:
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    if _recording.launches is not None:
+        if not all(tensor.is_meta for tensor in tensors):
+            raise ValueError("recording: launches are recorded, not run, so give meta tensors; these hold values")
         bound = inspect.signature(kernel.fn).bind(*arguments, **constants).arguments
-        _recorded.append(Launch(kernel, grid, dict(bound), num_warps, num_stages))
+        _recording.launches.append(Launch(kernel, grid, dict(bound), num_warps, num_stages))
         return
     if 0 in grid:
         return
-    first = next(a for a in arguments if isinstance(a, torch.Tensor))
-    with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+    with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else _interpreter:
         kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
 
 
 def target_of(tensor: torch.Tensor) -> str:
     """The chip that a launch on the tensor's device compiles for: "sm_90", "gfx942", ..., or "interpreter"."""
-    if _target is not None:
-        return _target
+    if _recording.target is not None:
+        return _recording.target
     if os.environ.get("TRITON_INTERPRET", "0") == "1" or not tensor.is_cuda:
         return INTERPRETER
     if torch.version.hip:
@@ -65,11 +79,11 @@ def target_of(tensor: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def recording(target: str) -> Iterator[list[Launch]]:
-    """Collect the launches that the block would make on ``target``. Use meta tensors: results are not computed."""
-    global _recorded, _target
-    before = _recorded, _target
-    _recorded, _target = [], target
+    """Collect the launches that the block, in this thread, would make on ``target``. Takes meta tensors: nothing is computed."""
+    before = _recording.launches, _recording.target
+    launches: list[Launch] = []
+    _recording.launches, _recording.target = launches, target
     try:
-        yield _recorded
+        yield launches
     finally:
-        _recorded, _target = before
+        _recording.launches, _recording.target = before

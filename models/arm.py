@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from models.bodies import BODIES, BodyConfig
 from models.errors import UserError, unknown_name
-from models.ops import op_impl
 from models.settings import ArmSettings, from_nested
 from models.vocab.fixed_data import FixedData, id_bits, uses_codes
 from models.vocab.heads import CodeHead, Head, TableHead, TiedHead, UnigramPrior
@@ -99,7 +98,7 @@ def build_model(description: ModelDescription, fixed: FixedData, seed: int = 0) 
     heads: dict[str, Callable[[], Head]] = {
         "table": lambda: TableHead(description.vocab_size, width, prior),
         "tied": lambda: TiedHead(interface, prior),
-        "code": lambda: CodeHead(codes, width, prior, op_impl("code_loss", arm.impl)),
+        "code": lambda: CodeHead(codes, width, prior, arm.impl),
     }
     head = _seeded(seed, "head", heads[arm.head])
     return LanguageModel(description, codes, interface, body, head)
@@ -110,12 +109,11 @@ def _build_interface(description: ModelDescription, fixed: FixedData, codes: Cod
     if arm.interface == "table":
         return TableInterface(description.vocab_size, width)
     if arm.interface == "sign":
-        return SignInterface(codes, width, op_impl("sign_code", arm.impl))
+        return SignInterface(codes, width, arm.impl)
     if arm.interface == "kron":
-        return KronInterface(fixed.token_bytes, fixed.lengths, width, op_impl("kronecker", arm.impl))
+        return KronInterface(fixed.token_bytes, fixed.lengths, width, arm.impl)
     if arm.interface in ("binary", "gf2"):
-        impl = op_impl("binary_code", arm.impl)
-        return BinaryInterface(id_bits(description.vocab_size), width, fixed.matrix, arm.lift, arm.code_scale, impl)
+        return BinaryInterface(id_bits(description.vocab_size), width, fixed.matrix, arm.lift, arm.code_scale, arm.impl)
     raise AssertionError(f"no interface is built for {arm.interface!r}")
 
 

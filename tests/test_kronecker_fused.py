@@ -170,3 +170,22 @@ def test_outputs_more_than_two_to_the_31_elements_long(tmp_path):
 
 def test_text_figures_of_the_ledger_are_those_of_the_benchmark():
     assert {positions: text_figures(positions) for positions in TEXT} == TEXT
+
+
+def test_an_empty_vocabulary_gives_nan_rows_and_no_gradient():
+    ids = torch.tensor([0, 5, -1], device=DEVICE)
+    token_bytes, lengths = torch.zeros(0, 4, dtype=torch.uint8, device=DEVICE), torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    weight = torch.randn(1024, 3, device=DEVICE, requires_grad=True)
+    with checked_mode(False):
+        output = kronecker_embedding(ids, token_bytes, lengths, weight, impl="fused")
+        assert output.isnan().all()
+        assert not torch.autograd.grad(output, weight, torch.ones_like(output))[0].any()
+        assert kronecker_codec(ids, token_bytes, lengths, impl="fused").isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["naive", "eager", "fused"])
+def test_rows_without_columns(impl):
+    ids, token_bytes = torch.tensor([0, 1], device=DEVICE), torch.ones(2, 3, dtype=torch.uint8, device=DEVICE)
+    weight = torch.empty(768, 0, device=DEVICE, requires_grad=True)
+    output = kronecker_embedding(ids, token_bytes, torch.full((2,), 3, device=DEVICE), weight, impl=impl)
+    assert output.shape == (2, 0) and torch.autograd.grad(output.sum(), weight)[0].shape == (768, 0)

@@ -10,10 +10,9 @@ from kernels import common
 from kernels.binary_code import binary_code_embedding
 from kernels.common import automatic_impl, fused_problem, select_impl
 from models.errors import UsageError
-from models.ops import OPS, check_impl, describe_ops, op_impl, ops_of
+from models.ops import OPS, check_impl, describe_ops, ops_of
 from models.settings import ArmSettings
 
-FUSED = ["binary_code", "kronecker", "sign_code"]  # the ops with a Triton kernel
 ALL = ("naive", "eager", "fused")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -96,9 +95,8 @@ def test_what_is_refused():
     assert select_impl("op", "eager", CPU, ALL, torch.float64) == "eager"
 
 
-def test_ops_with_a_triton_kernel():
-    assert [name for name in OPS if "fused" in OPS[name].AVAILABLE] == FUSED
-    assert all(OPS[name].AVAILABLE[:2] == ("naive", "eager") for name in OPS)
+def test_every_op_has_every_implementation():
+    assert {name: OPS[name].AVAILABLE for name in OPS} == dict.fromkeys(OPS, ALL)
 
 
 @pytest.mark.parametrize("impl", ["fused", "auto"])
@@ -142,23 +140,13 @@ def test_ops_of_an_arm(parts, ops):
 def test_the_header_says_what_each_op_runs(gpu):
     gpu()
     mixed = "gf2/code/none/bitnet"
-    without = "eager (no Triton kernel yet)"
-    assert describe_ops(arm(mixed, "fused"), GPU) == f"ops: binary_code fused, bitlinear {without}, code_loss {without}"
+    assert describe_ops(arm(mixed, "fused"), GPU) == "ops: binary_code fused, bitlinear fused, code_loss fused"
     assert describe_ops(arm(mixed, "auto"), GPU) == describe_ops(arm(mixed, "fused"), GPU)
     assert describe_ops(arm(mixed, "auto"), CPU) == "ops: binary_code eager, bitlinear eager, code_loss eager"
     assert describe_ops(arm(mixed, "naive"), GPU) == "ops: binary_code naive, bitlinear naive, code_loss naive"
     assert describe_ops(arm("table/tied/none/float", "fused"), GPU) == "ops: none of ours"
     gpu((7, 0))
     assert "binary_code eager (this GPU's compute capability is below 8.0" in describe_ops(arm(mixed, "auto"), GPU)
-
-
-def test_an_op_that_gets_a_triton_kernel_is_used_without_another_change(gpu, monkeypatch):
-    gpu()
-    assert op_impl("code_loss", "fused") == "eager"
-    monkeypatch.setattr(OPS["code_loss"], "AVAILABLE", ALL)
-    assert op_impl("code_loss", "fused") == "fused"
-    for impl in ("fused", "auto"):
-        assert describe_ops(arm("gf2/code/none/float", impl), GPU) == "ops: binary_code fused, code_loss fused"
 
 
 def test_a_machine_without_a_gpu_is_refused_before_anything_is_built(no_interpreter, monkeypatch):

@@ -92,7 +92,6 @@ CASES = [
     case("loss only", "bf16", gradient=False, share=0.7),
     *code_decode.CASES,
 ]
-WORK = {
-    **{"sum_codes": sums, "find_lse": lse, "list_hits": hits, "finish_losses": finished, "finish_rows": finished},
-    **code_decode.WORK,
-}
+WORK = code_decode.WORK | {
+    "sum_codes": sums, "find_lse": lse, "list_hits": hits, "finish_losses": finished, "finish_rows": finished
+}  # fmt: skip

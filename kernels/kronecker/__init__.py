@@ -46,7 +46,8 @@ def kronecker_embedding(
         impl: "naive" builds the codec [T, 256 * P] and multiplies; "eager" uses the closed form above, "fused" too, in
             Triton (fp32, bf16 and fp16); "auto".
 
-    Returns: [*ids.shape, d].
+    Returns: [*ids.shape, d]. NaN and infinities in the weight or in a gradient spread further than in "naive" (the closed form
+    subtracts a mean over all rows: infinity less infinity is NaN), never less far.
 
     Raises: TypeError (dtype), ValueError (shape, device, unknown impl; a length outside [0, P] in checked mode), IndexError
     (an id outside [0, V) in checked mode) and, except with "naive", RuntimeError (a forward-mode derivative).

@@ -44,7 +44,7 @@ def embed(ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor, w
 def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, token_bytes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Weight gradient [256 * P, d] for the rows' gradient [*ids.shape, d], in that gradient's dtype."""
     positions = token_bytes.shape[1]
-    flat = grad.reshape(-1, grad.shape[-1]).to(accumulation_dtype(grad.dtype))
+    flat = grad.reshape(ids.numel(), grad.shape[-1]).to(accumulation_dtype(grad.dtype))
     distinct, summed = sum_duplicates(ids.reshape(-1).long(), flat)
     cell, present, length = _cells(distinct, token_bytes, lengths)
     rise, base = _two_values(length, positions, summed.dtype)

@@ -29,9 +29,9 @@ def _known(token, vocabulary):
 
 
 @inline
-def _length(lengths, token, stride, P: tl.constexpr):
-    """Lengths of the tokens (modulo 2**32), clamped to [0, P]: int32."""
-    length = tl.load(lengths + token.to(tl.int64) * stride).to(tl.int32)
+def _length(lengths, token, known, stride, P: tl.constexpr):
+    """Lengths of the known tokens (modulo 2**32), clamped to [0, P], 0 for others (V may be 0, and nothing is read): int32."""
+    length = tl.load(lengths + token.to(tl.int64) * stride, mask=known, other=0).to(tl.int32)
     return tl.minimum(tl.maximum(length, 0), P)
 
 
@@ -85,7 +85,7 @@ def embed_tokens(
     for turn in range(tl.minimum(ROUNDS, tokens - first).to(tl.int32)):
         place = first + turn
         known, token = _known(tl.load(ids + place * ids_stride), vocabulary)
-        length = tl.where(known, _length(lengths, token, length_stride, P), 0)
+        length = _length(lengths, token, known, length_stride, P)
         byte = token_bytes + token.to(tl.int64) * token_stride
         total = tl.zeros([BLOCK_D], tl.float32)
         whole = length & -4
@@ -134,12 +134,12 @@ def list_cells(
     known, token = _known(token, vocabulary)
     first = known & (token != before)
     slot = tl.load(slots + place, mask=first, other=0).to(tl.int64)
-    length = tl.where(first, _length(lengths, token, length_stride, P), 0)
+    length = _length(lengths, token, first, length_stride, P)
     tl.store(rises + slot, _rise(length, P), mask=first)
     position = tl.arange(0, BLOCK_P)[None, :]
     set_here = position < length[:, None]
     byte = tl.load(
-        token_bytes + (token.to(tl.int64) * token_stride)[:, None] + position * position_stride, mask=set_here, other=0
+        token_bytes + (token.to(tl.int64) * token_stride)[:, None] + position.to(tl.int64) * position_stride, mask=set_here, other=0
     ).to(tl.int32)
     cell = (byte * P + position).to(cells.dtype.element_ty)
     tl.store(cells + slot[:, None] * P + position, cell, mask=set_here)
@@ -176,7 +176,7 @@ def write_codec(
     """One program writes the cells of BLOCK_B byte values, all positions, of one token."""
     place = tl.program_id(0).to(tl.int64)
     known, token = _known(tl.load(ids + place * ids_stride), vocabulary)
-    length = _length(lengths, token, length_stride, P)
+    length = _length(lengths, token, known, length_stride, P)
     if NORMALIZE:
         rise = _rise(length, P)
         base = rise * length.to(tl.float32) * (-1.0 / (256 * P))
@@ -185,7 +185,7 @@ def write_codec(
         base = 0.0
     position = tl.arange(0, BLOCK_P)
     byte = tl.load(
-        token_bytes + token.to(tl.int64) * token_stride + position * position_stride, mask=position < length, other=0
+        token_bytes + token.to(tl.int64) * token_stride + position.to(tl.int64) * position_stride, mask=position < length, other=0
     ).to(tl.int32)
     byte = tl.where(position < length, byte, -1)
     value = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels.bitlinear import bit_linear
-from models.ops import op_impl
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,7 +56,7 @@ class LinearKind:
     def make(self, inputs: int, outputs: int, bias: bool = False) -> FloatLinear | BitLinear:
         """A layer [..., inputs] -> [..., outputs], its values not yet filled."""
         if self.kind == "bitnet":
-            return BitLinear(inputs, outputs, bias, self.scale, op_impl("bitlinear", self.impl))
+            return BitLinear(inputs, outputs, bias, self.scale, self.impl)
         return FloatLinear(inputs, outputs, bias=bias)
 
 
