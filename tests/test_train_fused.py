@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import synthetic_text
 
+from models.data.prepare import PrepareSettings, prepare
+from models.data.text import ReadOptions, open_source
 from models.errors import UsageError
 from models.evaluation.command import run_evaluation
 from models.files import read_json
 from models.training.progress import read_metrics
+from models.vocab.sign_codes import random_codes
 from runs import train
 
 ROOT = Path(__file__).resolve().parent.parent
-INTERFACES = ["binary", "gf2", "kron", "sign"]  # those whose op has a Triton kernel
+# Arms and how far their losses may be apart: an activation on the edge of an int8 step rounds either way.
+ARMS = {"binary/table": 1e-5, "gf2/table": 1e-5, "kron/table": 1e-5, "sign/code/trained": 1e-5, "sign/code/fixed/bitnet": 2e-3}
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is nothing to refuse")
 
 
@@ -28,32 +33,47 @@ def run(*arguments, interpret):
 
 
 def training(data_dir, out, *extra):
-    small = ["--preset", "gpt2-tiny", "--batch-size", "8", "--steps", "3", "--set", "data.seq_len=64", "--set"]
+    small = ["--preset", "gpt2-tiny", "--batch-size", "2", "--steps", "3", "--set", "data.seq_len=32", "--set"]
     return ["train.py", "--data", data_dir, "--out", out, *small, "train.eval_every=0", *extra]
 
 
 @pytest.fixture(scope="module")
-def grid(data_dir, tmp_path_factory):
-    """The folder of a grid, an arm per interface, trained by one process with --impl fused; and what it printed."""
+def small_data(tmp_path_factory) -> Path:
+    """A few sentences: a run scores all its validation text at the end, and the interpreter is slow."""
+    root = tmp_path_factory.mktemp("few")
+    (root / "text.txt").write_text(synthetic_text(60), encoding="utf-8")
+    source = open_source(str(root / "text.txt"), ReadOptions(document_bytes=400))
+    data, _ = prepare(root / "data", [source], PrepareSettings(tokenizer="bpe:280", validation_fraction=0.2))
+    random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint).save(root / "data" / "codes.safetensors")
+    return root / "data"
+
+
+def arm_of(name: str) -> str:
+    """All four parts of an arm's name."""
+    return "/".join([*name.split("/"), *("none", "float")[name.count("/") - 1 :]])
+
+
+@pytest.fixture(scope="module")
+def grid(small_data, tmp_path_factory):
+    """The folder of a grid trained by one process with --impl fused, and what it printed."""
     out = tmp_path_factory.mktemp("fused") / "grid"
-    arms = ",".join(f"{interface}/code" for interface in INTERFACES)
-    done = run(*training(data_dir, out, "--arms", arms, "--impl", "fused"), interpret=True)
+    done = run(*training(small_data, out, "--arms", ",".join(ARMS), "--impl", "fused"), interpret=True)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
 
-@pytest.mark.parametrize("interface", INTERFACES)
-def test_losses_are_those_of_eager_and_the_header_says_what_ran(data_dir, tmp_path, grid, interface):
-    fused, printed = grid[0] / f"{interface}-code", grid[1]
-    score = train(data_dir, tmp_path, f"{interface}/code/none/float", data__seq_len=64, train__batch_size=8, train__steps=3)
+@pytest.mark.parametrize("name", ARMS)
+def test_losses_are_those_of_eager_and_the_header_says_what_ran(small_data, tmp_path, grid, name):
+    fused, printed, tolerance = grid[0] / name.replace("/", "-"), grid[1], ARMS[name]
+    score = train(small_data, tmp_path, arm_of(name), data__seq_len=32, train__batch_size=2, train__steps=3)
     ours, eager = (read_metrics(folder / "metrics.jsonl") for folder in (fused, tmp_path))
     assert [row["batch"] for row in ours] == [row["batch"] for row in eager] and len(ours) == 3
-    for name in ("loss", "grad_norm"):
-        assert [row[name] for row in ours] == pytest.approx([row[name] for row in eager], rel=1e-5)
-    assert read_json(fused / "result.json")["loss"] == pytest.approx(score["loss"], rel=1e-5)
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in eager], rel=tolerance)
+    assert [row["grad_norm"] for row in ours] == pytest.approx([row["grad_norm"] for row in eager], rel=10 * tolerance)
+    assert read_json(fused / "result.json")["loss"] == pytest.approx(score["loss"], rel=tolerance)
     ops = read_json(fused / "run.json")["sessions"][0]["ops"]
-    assert ops.startswith("ops: ") and " fused, code_loss fused" in ops
-    assert any(line.split()[0] == f"{interface}/code" and ops in line for line in printed.splitlines())
+    assert ops.startswith("ops: ") and " fused" in ops and "eager" not in ops
+    assert any(line.split()[0] == name and ops in line for line in printed.splitlines())
 
 
 def scoring(*paths, **flags):
@@ -63,11 +83,11 @@ def scoring(*paths, **flags):
 
 
 def test_a_fused_run_is_scored_by_the_impl_that_is_asked_for(grid, tmp_path, capsys):
-    arm = grid[0] / f"{INTERFACES[0]}-code"
+    arm = grid[0] / "sign-code-trained"
     for flags, chosen in (({}, "fused"), ({"impl": "eager"}, "eager")):
         run_evaluation(scoring(arm, json=str(tmp_path / "scores.json"), **flags))
         (row,) = read_json(tmp_path / "scores.json")
-        assert f"binary_code {chosen}, code_loss {chosen}" in row["ops"] and row["ops"] in capsys.readouterr().err
+        assert f"sign_code {chosen}, code_loss {chosen}" in row["ops"] and row["ops"] in capsys.readouterr().err
         assert row["loss"] == pytest.approx(read_json(arm / "result.json")["loss"], rel=1e-5)
 
 
