@@ -114,9 +114,14 @@ def cold_fields(cold: Cold | None) -> dict:
 
 
 def append_rows(path: Path, rows: Sequence[dict]) -> None:
+    """Append a line for each row; where a kill cut the file's last row, the first starts a line of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("a+b") as file:  # writes go to the end wherever it reads
+        if end := file.seek(0, os.SEEK_END):
+            file.seek(end - 1)
+            lines = lines if file.read(1) == b"\n" else "\n" + lines
+        file.write(lines.encode())
 
 
 def table(rows: Sequence[dict]) -> str:

@@ -200,6 +200,14 @@ def test_rows_hold_every_field_and_are_appended(tmp_path):
     assert read[0]["extra_mb"] == 1.0 and read[0]["ms_p50"] == 2.0 and read[0]["threads"] == 1
 
 
+def test_a_row_that_was_cut_does_not_spoil_the_next(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"op": "wh')
+    report.append_rows(path, [{"op": "a"}, {"op": "b"}])
+    report.append_rows(path, [{"op": "c"}])
+    assert path.read_text() == '{"op": "wh\n{"op": "a"}\n{"op": "b"}\n{"op": "c"}\n'
+
+
 def test_table_speed_up_is_over_the_first_provider():
     rows = [row for row in rows_of(planted(), extra=None) if row["shape"]["T"] == 8]
     rows[1] |= {"ms_p50": 0.5, "rms_error": None}

@@ -99,11 +99,31 @@ def test_without_a_gpu_the_error_names_the_rehearsal():
 
 
 def test_a_rehearsal_and_real_results_do_not_mix(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"rehearsal": false}\n{"cut in the mid')
+    row = {"kind": "time", "step": "s", "run": "now", "rehearsal": False}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + '\n{"cut in the mid')
     with pytest.raises(UsageError, match="holds real results"):
         command.output_folder(tmp_path, rehearse=True)
     assert command.output_folder(tmp_path, rehearse=False) == tmp_path
     assert command.output_folder(None, rehearse=True) != command.output_folder(None, rehearse=True)
+
+
+@pytest.mark.parametrize("held", [b"hello\n", b"[1]\n", b'{"rows": 5}\n', b'{\xff\xfe": 1}\n', b"PK\x03\x04"])
+def test_foreign_rows_are_refused_and_left_alone(tmp_path, held):
+    (tmp_path / "rows.jsonl").write_bytes(held)
+    with pytest.raises(UsageError, match=r"rows\.jsonl is not a file of GPU results") as raised:
+        command.output_folder(tmp_path, rehearse=True)
+    assert raised.value.exit_code == 2 and (tmp_path / "rows.jsonl").read_bytes() == held
+
+
+@pytest.mark.parametrize("budget", ["nan", "inf", "-inf", "1e400", "1e30", "0", "-1"])
+def test_a_budget_without_a_length_is_refused(budget):
+    with pytest.raises(UsageError, match="--budget must be a number of seconds above 0 and at most 86400, got "):
+        command.main(["--list", f"--budget={budget}"])
+
+
+def test_a_run_of_no_step_fails_and_says_so(tmp_path, capsys):
+    assert command.main(["--rehearse", "--budget", "1", "--only", "environment,summary", "--out", str(tmp_path)]) == 1
+    assert "nothing was run: no step fits in 1 s; give a larger --budget" in capsys.readouterr().out
 
 
 def test_a_step_is_killed_at_its_limit(tmp_path):
@@ -364,4 +384,5 @@ def test_rows_survive_a_cut_line(tmp_path):
     request(tmp_path).write("time", op="x")
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "time"})[:5])
-    assert [row["op"] for row in request(tmp_path).written("time")] == ["x"]
+    request(tmp_path).write("time", op="y")
+    assert [row["op"] for row in request(tmp_path).written("time")] == ["x", "y"]

@@ -9,18 +9,20 @@ import pytest
 from ledger_support import ROOT, python, run_compiling
 
 from bench.ledger import compiler
+from bench.ledger import rows as ledger_rows
 from bench.ledger.__main__ import OUT, main, write
 from bench.ledger.case import declarations, fused_ops
 from bench.ledger.chips import BY_TARGET
 from bench.ledger.rules import RULES
-from models.errors import UserError
+from models.errors import UsageError, UserError
 
 
 @pytest.fixture(scope="session")
 def ledger(tmp_path_factory) -> dict:
     """The whole ledger, made now."""
     out = tmp_path_factory.mktemp("ledger") / "ledger.json"
-    run_compiling("-m", "bench.ledger", "--jobs", 2, "--json", out)
+    done = python("-m", "bench.ledger", "--jobs", 2, "--json", out)
+    assert out.exists(), done.stderr  # written even where a rule is broken, which the tests below say rule by rule
     return json.loads(out.read_text())
 
 
@@ -72,24 +74,83 @@ def test_without_triton_it_says_what_to_install(monkeypatch):
         main([])
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """For what must end before it compiles."""
+    monkeypatch.setattr(compiler, "require_compiler", lambda: None)
+    monkeypatch.setattr(ledger_rows, "make_rows", lambda todo, processes: pytest.fail("it went on to compile"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--arch", "sm_75"), "--arch 'sm_75' is not a chip of the ledger; known: sm_80, sm_89, sm_90, sm_100, gfx942"),
         (("--op", "nothing"), "op 'nothing' has no kernels/nothing/fused.py; ops with kernels: "),
         (("--jobs", "0"), "--jobs must be at least 1, got 0"),
-        (
-            ("--op", "binary_code", "--kernel", "nothing", "--arch", "sm_90", "--jobs", "1"),
-            "no case launches a kernel named nothing",
-        ),
+        (("--op", "binary_code", "--kernel", "_write_rows,_write_row"), "unknown kernel '_write_row'; did you mean _write_rows"),
         (("--diff", str(ROOT / "pyproject.toml")), "pyproject.toml is not a ledger (python -m bench.ledger --json writes one)"),
         (("--diff", "missing.json"), "No such file or directory: 'missing.json'"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, message, monkeypatch):
-    monkeypatch.setattr(compiler, "require_compiler", lambda: None)  # nothing here gets as far as compiling
+def test_wrong_arguments_are_named(arguments, message, no_compiler):
     with pytest.raises((UserError, OSError), match=re.escape(message)):
         main(list(arguments))
+
+
+@pytest.mark.parametrize(("flag", "text"), [("--arch", ","), ("--op", ""), ("--kernel", " , ")])
+def test_an_empty_list_is_not_everything(flag, text, no_compiler, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main([flag, text])
+    assert raised.value.code == 2 and f"argument {flag}: expected names by comma, got {text!r}" in capsys.readouterr().err
+
+
+ROW = {"op": "a", "case": "b", "direction": "c", "dtype": "d", "target": "e"}
+FOREIGN = [{"rows": 5}, {"rows": [{"a": 1}]}, {"rows": [ROW | {"launches": [{"index": 0, "kernel": "k"}]}]}, {}, [], 3, None]
+
+
+@pytest.mark.parametrize("held", [*(json.dumps(value).encode() for value in FOREIGN), b"\xff\xfe{}", b"", b"[" * 100_000])
+def test_a_foreign_file_is_no_ledger_to_compare_with(tmp_path, held, no_compiler):
+    path = tmp_path / "old.json"
+    path.write_bytes(held)
+    with pytest.raises(UserError, match=re.escape(f"{path} is not a ledger")):
+        main(["--diff", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("flag", "place", "message"),
+    [
+        ("--json", "folder", "exists and is no file"),
+        ("--json", "file/new/out.json", "cannot write in the folder"),
+        ("--sass", "file", "cannot write in the folder"),
+        ("--sass", "file/sass", "cannot write in the folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_compiling(tmp_path, flag, place, message, no_compiler):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match=f"{flag}.*{message}"):
+        main(["--op", "binary_code", flag, str(tmp_path / place)])
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("f64", "code"), [(0, 0), (3, 1)])
+def test_a_broken_rule_is_told_by_the_exit_code_once_all_is_written(f64, code, tmp_path, no_compiler, monkeypatch, capsys):
+    row = next(row for row in json.loads(OUT.read_text())["rows"] if row["op"] == "binary_code")
+    row["launches"][0]["f64"] = f64
+    monkeypatch.setattr(ledger_rows, "make_rows", lambda todo, processes: [row])
+    assert main(["--op", "binary_code", "--json", str(tmp_path / "new" / "out.json")]) == code
+    assert json.loads((tmp_path / "new" / "out.json").read_text())["rows"] == [row]
+    assert ("3 float64 instructions" in capsys.readouterr().out) == bool(code)
+
+
+def test_the_ledger_is_written_before_its_differences_are_told(tmp_path, no_compiler, monkeypatch):
+    row, out = json.loads(OUT.read_text())["rows"][0], tmp_path / "out.json"
+    monkeypatch.setattr(ledger_rows, "make_rows", lambda todo, processes: [row])
+    monkeypatch.setattr("builtins.print", lambda text: (_ for _ in ()).throw(BrokenPipeError))
+    with pytest.raises(BrokenPipeError):
+        main(["--op", row["op"], "--diff", str(OUT), "--json", str(out)])
+    assert json.loads(out.read_text())["rows"] == [row]
 
 
 def test_an_error_is_one_line_on_the_terminal():
@@ -100,7 +161,7 @@ def test_an_error_is_one_line_on_the_terminal():
 def test_a_ledger_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "ledger.json"
     path.write_text("old")
-    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError(28, "disk full")))
+    with pytest.raises(OSError, match="disk full"):
         write(path, {"versions": {}, "rows": []})
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

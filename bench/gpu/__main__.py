@@ -19,6 +19,7 @@ from models.errors import UsageError
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = Path("runs/gpu")
 ENDING = 1.0  # seconds kept for ending: a killed process and the last line
+LONGEST = 86_400.0  # seconds; waiting for a process takes no infinite time
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,8 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     started = time.monotonic()
     arguments = build_parser().parse_args(argv)
-    if arguments.budget <= 0:
-        raise UsageError(f"--budget must be a number of seconds above 0, got {arguments.budget:g}")
+    if not 0 < arguments.budget <= LONGEST:  # NaN neither
+        raise UsageError(f"--budget must be a number of seconds above 0 and at most {LONGEST:.0f}, got {arguments.budget:g}")
     import torch
 
     from bench.impls import offers
@@ -56,6 +57,9 @@ def main(argv: list[str]) -> int:
     }
     statuses = run_all(steps, started + arguments.budget, out, arguments.rehearse, stamp)
     print(f"\nrows: {out / 'rows.jsonl'}   {time.monotonic() - started:.0f} of {arguments.budget:g} s")
+    if set(statuses.values()) == {"skipped"}:
+        print(f"nothing was run: no step fits in {arguments.budget:g} s; give a larger --budget")
+        return 1
     return int(any(status in ("failed", "cut") for status in statuses.values()))
 
 
@@ -66,7 +70,7 @@ def listing(steps: list[Step], budget: float) -> str:
 
 
 def output_folder(given: Path | None, rehearse: bool) -> Path:
-    """Where the rows go. Raises UsageError rather than mix a rehearsal's rows with real ones."""
+    """Where the rows go. Raises UsageError rather than mix a rehearsal's rows with real ones, or any with a foreign file."""
     from bench.gpu.child import read_rows
 
     out = given or (Path(tempfile.mkdtemp(prefix="tablefree-rehearsal-")) if rehearse else OUT)

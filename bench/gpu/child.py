@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from models.errors import UsageError
+
+STAMPED = {"kind", "step", "run", "rehearsal"}  # what every row has
+
 
 @dataclass(frozen=True)
 class Request:
@@ -61,13 +65,22 @@ class Request:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """All rows of the file; one cut in the middle by a kill is left out."""
+    """All rows of the file; one cut in the middle by a kill is left out. Raises UsageError for a file of anything else."""
+    foreign = UsageError(f"{path} is not a file of GPU results; move it away or give another --out")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except UnicodeDecodeError as error:
+        raise foreign from error
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in lines:
+        if not line.startswith("{"):
+            raise foreign
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
+    if not all(row.keys() >= STAMPED for row in rows):
+        raise foreign
     return rows
 
 

@@ -3,10 +3,12 @@
 import argparse
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
+from models.files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "bench" / "results" / "ledger.json"
@@ -16,7 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.ledger",
         description="Compile every Triton kernel in every shipped configuration for chips that are not there, read the machine "
-        "code and model its time. A lower bound: see python -c 'help(\"bench.ledger\")'.",
+        "code and model its time. A lower bound: see python -c 'help(\"bench.ledger\")'. Exits with 1 when a kernel breaks a rule.",
         epilog="example: python -m bench.ledger --op sign_code --arch sm_90 --diff bench/results/ledger.json --json /tmp/new.json",
     )
     parser.add_argument("--op", type=names, default=[], help="ops, by comma (all that have kernels)")
@@ -31,7 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:  # an empty list would mean all
+        raise argparse.ArgumentTypeError(f"expected names by comma, got {text!r}")
+    return found
 
 
 def main(argv: list[str]) -> int:
@@ -51,22 +56,42 @@ def main(argv: list[str]) -> int:
     from bench.ledger.rules import violations
     from bench.ledger.table import difference, table
 
+    chosen = jobs(arguments.op, arguments.arch or list(BY_TARGET), arguments.kernel)
+    whole = not (arguments.op or arguments.kernel or arguments.arch)
+    out = arguments.json or (OUT if whole else None)
     if arguments.sass:
-        arguments.sass.mkdir(parents=True, exist_ok=True)
+        require_folder("--sass", arguments.sass)
+    if out:
+        require_file("--json", out)
     keep = str(arguments.sass) if arguments.sass else None
-    todo = [(*job, tuple(arguments.kernel), keep) for job in jobs(arguments.op, arguments.arch or list(BY_TARGET))]
-    rows = make_rows(todo, arguments.jobs)
+    rows = make_rows([(*job, tuple(arguments.kernel), keep) for job in chosen], arguments.jobs)
     if not rows:
-        raise UsageError(f"no case launches a kernel named {' or '.join(arguments.kernel)}")
+        raise UsageError(f"no case launches {' or '.join(arguments.kernel)} on {' or '.join(arguments.arch)}")
+    if out:  # before anything that can fail: the rows took minutes
+        write(out, {"versions": versions(), "rows": rows})
     print(table(rows))
     if old is not None:
         print(f"\nsince {arguments.diff}:\n{difference(old['rows'], rows)}")
-    for sentence in violations(rows):
+    broken = violations(rows)
+    for sentence in broken:
         print(f"violation: {sentence}")
-    whole = not (arguments.op or arguments.kernel or arguments.arch)
-    if out := arguments.json or (OUT if whole else None):
-        write(out, {"versions": versions(), "rows": rows})
-    return 0
+    return int(bool(broken))
+
+
+def require_file(flag: str, path: Path) -> None:
+    """Raise UsageError unless a file can be written (anew or over an old one) at ``path``; its folder is made."""
+    require_folder(flag, path.parent)
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{flag} {path}: exists and is no file; give the name of a file")
+
+
+def require_folder(flag: str, path: Path) -> None:
+    """Make the folder, and raise UsageError unless files can be written in it: better now than after the compilation."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot write in the folder {path}: {error.strerror}; give another place") from error
 
 
 def versions() -> dict[str, str]:
@@ -77,21 +102,21 @@ def versions() -> dict[str, str]:
 
 
 def read(path: Path) -> dict:
+    """The ledger in a file. Raises UserError for any other file."""
+    from bench.ledger.table import difference
+
     try:
-        ledger = json.loads(path.read_text())
-        ledger["rows"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        ledger = json.loads(path.read_text(encoding="utf-8"))
+        difference(ledger["rows"], ledger["rows"])  # what can be compared with itself can be compared with new rows
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path} is not a ledger (python -m bench.ledger --json writes one)") from error
     return ledger
 
 
 def write(path: Path, ledger: dict) -> None:
     """Write the ledger, one row a line, so that a reader sees the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + f".{os.getpid()}.partial")
     rows = ",\n".join(json.dumps(row) for row in ledger["rows"])
-    partial.write_text(f'{{"versions": {json.dumps(ledger["versions"])}, "rows": [\n{rows}\n]}}\n')
-    partial.replace(path)
+    write_text(path, f'{{"versions": {json.dumps(ledger["versions"])}, "rows": [\n{rows}\n]}}\n')
 
 
 if __name__ == "__main__":

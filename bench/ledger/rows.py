@@ -16,7 +16,7 @@ from bench.ledger.flow import Body
 from bench.ledger.model import body_of, bound_time, isa, launch_time, limits, matrix_agrees, pass_time, resident
 from bench.ledger.record import record
 from kernels.launch import Launch
-from models.errors import UserError
+from models.errors import UsageError, UserError, unknown_name
 
 MICRO = 1e6
 
@@ -106,12 +106,16 @@ def facts(compiled: Compiled, body: Body, chip: Chip) -> dict:
     }
 
 
-def jobs(ops: list[str], targets: list[str]) -> list[tuple[str, int, str]]:
-    """(op, case, target) in the ledger's order. Raises UserError for an op without kernels."""
+def jobs(ops: Sequence[str], targets: Sequence[str], kernels: Sequence[str] = ()) -> list[tuple[str, int, str]]:
+    """(op, case, target) in the ledger's order. Raises UserError for an op without kernels and for a kernel that no op has."""
     known = fused_ops()
     for op in ops:
         if op not in known:
             raise UserError(f"op {op!r} has no kernels/{op}/fused.py; ops with kernels: {', '.join(known)}")
+    named = {name for op in ops or known for name in declarations(op).WORK}
+    for kernel in kernels:
+        if kernel not in named:
+            raise UsageError(unknown_name("kernel", kernel, named))
     return [(op, i, target) for op in ops or known for i in range(len(declarations(op).CASES)) for target in targets]
 
 
