@@ -41,8 +41,8 @@ def training(data_dir, out, *extra):
 def small_data(tmp_path_factory) -> Path:
     """A few sentences: a run scores all its validation text at the end, and the interpreter is slow."""
     root = tmp_path_factory.mktemp("few")
-    (root / "text.txt").write_text(synthetic_text(60), encoding="utf-8")
-    source = open_source(str(root / "text.txt"), ReadOptions(document_bytes=400))
+    (root / "text.txt").write_text(synthetic_text(160), encoding="utf-8")
+    source = open_source(str(root / "text.txt"), ReadOptions(document_bytes=300))
     data, _ = prepare(root / "data", [source], PrepareSettings(tokenizer="bpe:280", validation_fraction=0.2))
     random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint).save(root / "data" / "codes.safetensors")
     return root / "data"
