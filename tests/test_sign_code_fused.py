@@ -8,8 +8,9 @@ from fused_contract import DEVICE, FusedContract
 from support import assert_as_accurate
 
 from kernels.common import checked_mode
+from kernels.launch import recording
+from kernels.sign_code import fused, pack_sign_codes, sign_code_embedding
 from kernels.sign_code import op as registered
-from kernels.sign_code import pack_sign_codes, sign_code_embedding
 
 LENGTHS = [1, 31, 32, 33, 64, 100, 510, 512, 530]
 
@@ -128,6 +129,37 @@ def test_an_empty_vocabulary_has_no_rows():
     assert output.isnan().all() and not gradient.any()
 
 
+@pytest.mark.parametrize("impl", ["fused", "eager"])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_width_zero_has_empty_rows_and_an_empty_gradient(impl, tokens):
+    ids, codes, weight, upstream = problem(40, tokens=tokens, width=0)
+    output, gradient = both(ids, codes, weight, upstream, impl)
+    assert output.shape == (tokens, 0) and gradient.shape == (40, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "strides", "offset", "columns"),
+    [
+        (640, (640, 1), 0, 64),
+        (640, (656, 1), 16, 64),
+        (641, (641, 1), 0, 32),
+        (640, (641, 1), 0, 32),
+        (640, (656, 1), 3, 32),
+        (640, (1, 4096), 0, 32),
+        (640, (0, 0), 0, 32),
+    ],
+)
+def test_the_backward_of_sm_90_takes_fewer_columns_when_addresses_cost_registers(dtype, width, strides, offset, columns):
+    """With 64 columns the sums take half the registers, and rows that are not whole aligned blocks of 16 values would spill."""
+    codes = torch.empty(100, 16, dtype=torch.int32, device="meta")
+    ids = torch.empty(4096, dtype=torch.int64, device="meta")
+    grad = torch.empty(4096 * 660, dtype=dtype, device="meta").as_strided((4096, width), strides, offset)
+    with recording("sm_90") as launches:
+        fused.weight_gradient(grad, ids, codes, 512)
+    assert [x.arguments["BLOCK_D"] for x in launches if x.name == "sum_products"] == [columns]
+
+
 def test_bad_ids_keep_their_upstream_gradient_out_even_when_it_is_not_finite():
     ids, codes, weight, upstream = problem(64, tokens=6)
     good = torch.tensor([0, 1, 3, 5], device=DEVICE)
@@ -139,8 +171,6 @@ def test_bad_ids_keep_their_upstream_gradient_out_even_when_it_is_not_finite():
 
 
 def test_a_frozen_lift_calls_no_backward(monkeypatch):
-    from kernels.sign_code import fused
-
     monkeypatch.setattr(fused, "weight_gradient", lambda *_: pytest.fail("the frozen weight got a gradient"))
     ids, codes, weight, _ = problem(40)
     scale = torch.ones((), device=DEVICE, requires_grad=True)

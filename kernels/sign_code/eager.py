@@ -25,7 +25,7 @@ def embed(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor) -> torch
 
 def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Weight gradient [bits, d] for the rows' gradient [*ids.shape, d], in that gradient's dtype."""
-    flat = grad.reshape(-1, grad.shape[-1]).to(accumulation_dtype(grad.dtype))
+    flat = grad.reshape(ids.numel(), grad.shape[-1]).to(accumulation_dtype(grad.dtype))
     distinct, summed = sum_duplicates(ids.reshape(-1).long(), flat)
     total = summed.new_zeros(bits, grad.shape[-1])
     for block, part in zip(distinct.split(_BLOCK), summed.split(_BLOCK), strict=True):

@@ -12,7 +12,7 @@ fp32 weights and gradients are split into three bf16 parts whose sum is exact; c
 fp32 additions round. An infinity or NaN gives the infinity or NaN that plain PyTorch gives.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class _Plan:
     """The launch configuration of a target: tiles by the dtype's bytes, and the programs that run at once.
 
     stationary  whether the weight stays in shared memory in the forward
+    ragged      tiles of the backward whose gradient's rows are not whole blocks of 16 adjacent values, where ``products`` would
+                spill: each value then takes an address of its own, and the sums leave no registers for them
     rows        most rows of the weight gradient that one program sums
     unroll      whether a loop over slices is unrolled; sm_100 would give each product of an unrolled loop tensor memory of its own
     """
@@ -52,6 +54,7 @@ class _Plan:
     lift_programs: int
     product_programs: int
     stationary: bool = True
+    ragged: dict[int, _Tile] = field(default_factory=dict)
     rows: int = _LONGEST
     unroll: bool = True
 
@@ -62,6 +65,7 @@ _HOPPER = _Plan(
     long={2: _Tile(64, 128, num_stages=2), 4: _Tile(32, 128, num_stages=2)},
     lift_programs=264,
     product_programs=132,
+    ragged={2: _Tile(32), 4: _Tile(32, num_stages=2)},
 )
 _BLACKWELL = _Plan(
     lift={},
@@ -179,8 +183,8 @@ def embed(ids: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor) -> torch
 def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Weight gradient [bits, d] for the rows' gradient [*ids.shape, d], in that gradient's dtype."""
     width, target = grad.shape[-1], target_of(grad)
-    flat, plan = grad.reshape(-1, width), _plan(target)
-    tile, depth = plan.products[grad.element_size()], _depth(triton.cdiv(flat.shape[0], _SLICES))
+    flat, plan = grad.reshape(ids.numel(), width), _plan(target)
+    tile, depth = _product_tile(flat, plan), _depth(triton.cdiv(flat.shape[0], _SLICES))
     rows = max(64, min(plan.rows, triton.next_power_of_2(bits)))
     padded = triton.cdiv(bits, rows) * rows
     planes, live = _transposed(ids.reshape(-1), codes, padded, depth)
@@ -210,6 +214,13 @@ def weight_gradient(grad: torch.Tensor, ids: torch.Tensor, codes: torch.Tensor, 
         **_operand(grad, target),
     )
     return _sum_over_splits(partial, grad.dtype)
+
+
+def _product_tile(grad: torch.Tensor, plan: _Plan) -> _Tile:
+    size, (row, column) = grad.element_size(), grad.stride()
+    aligned = grad.storage_offset() * size % 16 == 0
+    blocks = aligned and grad.shape[1] % 16 == 0 and row % 16 == 0 and column == 1
+    return plan.products[size] if blocks else plan.ragged.get(size, plan.products[size])
 
 
 def _transposed(ids: torch.Tensor, codes: torch.Tensor, padded: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
