@@ -126,12 +126,12 @@ def test_rows_that_lie_beyond_2_31_elements(tmp_path):
 
 
 def test_launches_on_paper():
-    """What a chip would be given: one launch, an element of the grid per 32 KiB, columns that divide the width where they can."""
+    """What a chip would be given: one launch, an element of the grid per 16 KiB, columns that divide the width where they can."""
     ids, matrix = torch.empty(1000, device="meta", dtype=torch.int64), torch.empty(17, device="meta", dtype=torch.int64)
     for width, columns in ((2048, 1024), (768, 256), (1000, 256), (64, 64)):
         with recording("sm_90") as launches:
             output = fused.embed(ids, width, 17, matrix, 0, "tile", "01", torch.bfloat16)
         (only,) = launches
         assert output.shape == (1000, width) and output.is_meta
-        assert only.arguments["BLOCK_D"] == columns and only.arguments["BLOCK_T"] * columns * 2 == 2**15
+        assert only.arguments["BLOCK_D"] == columns and only.arguments["BLOCK_T"] * columns * 2 == 2**14
         assert only.grid == (-(-1000 // only.arguments["BLOCK_T"]) * -(-width // columns),)
