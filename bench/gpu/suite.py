@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def run(request: Request) -> bool:
     # Those of test_gpu.py first: what they show, nothing else does.
-    files = ["tests/test_gpu.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*_fused.py"))]
+    files = ["tests/test_gpu.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*_fused*.py"))]
     # A rehearsal proves this step, not the kernels: one test of the contract, and test_gpu.py, which it skips.
     chosen = ["-k", "test_gpu or a_cpu_is_refused"] if request.rehearse else []
     recorder = Recorder(request)
