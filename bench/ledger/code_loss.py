@@ -50,7 +50,7 @@ def _pass_over_codes(launch: Launch, products: float) -> Work:
     """A program reads its hidden tile once and all its codes; codes and prior come from HBM once and then from L2."""
     a = launch.arguments
     if a["ONLY_FLAGGED"]:
-        return Work(iterations=0, chain=Chain(hbm=1))
+        return Work(iterations=0, dtype="bf16", chain=Chain(hbm=1))
     programs = launch.grid[0] * launch.grid[1]
     codes, hidden = SHAPE["V"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * 2 * a["PARTS"]
     flops = 2.0 * programs * a["tiles"] * a["BV"] * a["BT"] * a["W"] * 16 * products
