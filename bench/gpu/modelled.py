@@ -94,6 +94,16 @@ def time_case(op: Op, case: Case, device: torch.device, effort: Effort):
     return summarise([each / count for each in seconds]), count, sorted(sets[0].guessed)
 
 
+def benchmark_inputs(op: Op, case: Case, device: torch.device, seed: int) -> list[torch.Tensor]:
+    """The benchmark's inputs at the case's shape; none where the case has other axes than the benchmark (bitlinear's layers)."""
+    shape = dict(case.shape)
+    if "V" in op.axes and "V" not in shape:
+        shape["V"] = 2 ** shape["K"]  # binary_code: K bits name that many ids
+    if not op.axes.keys() <= shape.keys():
+        return []
+    return list(op.make_inputs({axis: shape[axis] for axis in op.axes}, Setting(device=str(device), seed=seed)).values())
+
+
 class RealInputs(TorchFunctionMode):
     """Runs a case's code with real tensors in place of the meta tensors that it refers to or makes.
 
@@ -105,8 +115,7 @@ class RealInputs(TorchFunctionMode):
     def __init__(self, op: Op, case: Case, device: torch.device, seed: int) -> None:
         super().__init__()
         self.device, self.guessed = device, set()
-        shape = {axis: case.shape[axis] if axis in case.shape else 2 ** case.shape["K"] for axis in op.axes}
-        self.known = {tuple(t.shape): t for t in op.make_inputs(shape, Setting(device=str(device), seed=seed)).values()}
+        self.known = {tuple(t.shape): t for t in benchmark_inputs(op, case, device, seed)}
         self.code = self.with_real_cells(case.run)
         self.made: list[torch.Tensor] = []
         self.position = 0
