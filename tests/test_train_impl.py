@@ -29,7 +29,7 @@ def run(*arguments, interpret):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *map(str, arguments)]
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
 
 
 def training(data_dir, out, *extra):
