@@ -27,7 +27,7 @@ class ArmSettings:
     head: Head = "table"  # how the last hidden state becomes scores
     prior: Prior = "none"  # log unigram frequency added to the scores
     linear: Linear = "float"  # linear layers of the body
-    impl: Impl = "auto"  # which implementation of our ops runs (models/ops.py: those that have it)
+    impl: Impl = "auto"  # which implementation of our ops runs (models/ops.py)
     prior_unseen: str = "log1n"  # prior of a token never seen: log1n, median or percentile:P
     positions: int = 16  # kron: byte positions kept of a token
     lift: Literal["tile", "interleave"] = "tile"  # binary, gf2: how the bits fill the width
