@@ -6,40 +6,73 @@ from pathlib import Path
 from typing import Any
 
 from models.evaluation.buckets import bucket_name
-from models.training.comparison import LEVEL, Comparison, Difference, paired_difference
+from models.training.comparison import Comparison, Difference, paired_difference
 from models.training.records import Record
 
+FEWEST_TARGETS = 100  # of a bucket that is drawn
 LINES = ("-", "--", ":", "-.")  # after ten arms the colours start again with the next
 
 
-def draw_curves(path: Path, runs: Sequence[Record]) -> None:
-    """Validation loss by training tokens, one colour per arm, named at the curve's end.
+def draw_curves(path: Path, runs: Sequence[Record], reference: str) -> None:
+    """Validation loss by training tokens, one colour per arm, named at the curve's end; below, the difference to ``reference``.
 
-    Several seeds: their mean, in a band from the lowest to the highest. One seed: with the smoothed training loss, thin. The last
-    dot is the score of the whole validation text, the one in the table; the others are samples of it.
+    Several seeds: their mean, in a band from the lowest to the highest (below: of the differences within a seed). One seed: with
+    the smoothed training loss, thin. The last point is the score of the whole validation text, the one in the table; the others
+    are samples of it.
     """
-    figure, axes = _figure(9, 5.5)
     arms = _by_arm(runs)
-    most = max(len(group) for group in arms.values())
-    ends = []
+    seeds = max(len(group) for group in arms.values())
+    if len(arms) > 1:
+        figure, (axes, below) = _figure(9, 9.5, rows=2, sharex=True, height_ratios=(5, 4))
+        _draw_gaps(below, arms, reference)
+    else:
+        figure, axes = _figure(9, 5.5)
+        below = axes
     for i, (arm, group) in enumerate(arms.items()):
-        tokens, losses = _common_points([run["validation_curve"] for run in group])
-        mean = [statistics.fmean(column) for column in losses]
-        if len(group) > 1:
-            low, high = [min(column) for column in losses], [max(column) for column in losses]
-            axes.fill_between(tokens, low, high, color=_colour(i), alpha=0.2, linewidth=0)
-        elif most == 1:
+        _draw_band(axes, i, arm, _common_points([run["validation_curve"] for run in group]))
+        if seeds == 1:
             training = group[0]["training_curve"]
             axes.plot(training["tokens"], training["loss"], color=_colour(i), linewidth=1, alpha=0.4)
-        axes.plot(tokens, mean, _line(i), color=_colour(i), marker="o", markersize=3.5, linewidth=1.5, label=arm)
-        ends.append((mean[-1], f"{arm}  {mean[-1]:.3f}", _colour(i)))
-    _show_the_interesting_part(axes)
-    _label_ends(axes, ends, max(run["tokens"] for run in runs))
-    what = f"mean of {most} seeds; band: lowest to highest seed" if most > 1 else "dots; training loss: thin"
-    axes.set(xlabel="training tokens", ylabel="loss (nats per token)", title=f"Validation loss ({what})")
-    axes.xaxis.set_major_formatter(_engineering())
-    axes.grid(alpha=0.25)
+    what = f"mean of {seeds} seeds; band: lowest to highest seed" if seeds > 1 else "dots; training loss: thin"
+    axes.set(ylabel="loss (nats per token)", title=f"Validation loss ({what})")
+    below.set_xlabel("training tokens")
+    below.xaxis.set_major_formatter(_engineering())
+    _finish_curves(axes, room=True)
     _save(figure, path)
+
+
+def _draw_gaps(axes: Any, arms: dict[str, list[Record]], reference: str) -> None:
+    """Validation loss minus that of the reference with the same seed."""
+    theirs = {run["seed"]: run["validation_curve"] for run in arms[reference]}
+    for i, (arm, group) in enumerate(arms.items()):
+        paired = [(run["validation_curve"], theirs[run["seed"]]) for run in group if run["seed"] in theirs]
+        if paired:
+            tokens, losses = _common_points([curve for pair in paired for curve in pair])
+            _draw_band(axes, i, arm, (tokens, [[a - b for a, b in zip(row[::2], row[1::2], strict=True)] for row in losses]))
+    axes.set_ylabel(f"minus {reference} with the same seed (nats)")
+    _finish_curves(axes, room=False)
+
+
+def _draw_band(axes: Any, i: int, arm: str, points: tuple[list[int], list[list[float]]]) -> None:
+    """The mean over seeds, in a band from the lowest to the highest."""
+    tokens, values = points
+    axes.fill_between(tokens, [min(row) for row in values], [max(row) for row in values], color=_colour(i), alpha=0.2, linewidth=0)
+    means = [statistics.fmean(row) for row in values]
+    axes.plot(tokens, means, _line(i), color=_colour(i), marker="o", markersize=3, linewidth=1.4, label=arm)
+
+
+def _finish_curves(axes: Any, room: bool) -> None:
+    """Show what comes after the steep first eighth of the training, and name each curve at its end."""
+    curves = [line for line in axes.lines if line.get_marker() == "o"]
+    last = max(line.get_xdata()[-1] for line in curves)
+    shown = [y for line in curves for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if x >= last / 8]
+    margin = 0.06 * (max(shown) - min(shown)) or 0.1
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    _label_ends(axes, [(line.get_ydata()[-1], line.get_label(), line.get_color()) for line in curves], last)
+    if room:
+        left, right = axes.get_xlim()
+        axes.set_xlim(left, right + 0.2 * (right - left))  # for the names
+    axes.grid(alpha=0.25)
 
 
 def draw_differences(path: Path, comparisons: Sequence[Comparison]) -> None:
@@ -61,15 +94,18 @@ def draw_differences(path: Path, comparisons: Sequence[Comparison]) -> None:
     axes.set_xlabel(f"nats per token against {reference}  (left: better than {reference})")
     seeds = max(len(comparison.seeds) for comparison in ordered)
     shown = f"mean, 95 % interval (bar) and single seeds (small dots) of {seeds} seeds" if seeds > 1 else "one seed"
-    axes.set_title(f"Final validation loss, {shown}", fontsize=11)
+    axes.set_title(f"Final validation loss, {shown}\nresolved: p below 0.05 after Holm's adjustment", fontsize=11)
     axes.grid(axis="x", alpha=0.25)
     _save(figure, path)
 
 
 def draw_frequency(path: Path, runs: Sequence[Record], reference: str) -> None:
-    """Loss minus the reference's by how often the target token occurs in the training text; below, the share of the targets."""
+    """Loss minus the reference's by how often the target token occurs in the training text; below, the share of the targets.
+
+    Buckets with fewer than 100 targets are left out: their means are noise, and would set the scale.
+    """
     arms = _by_arm(runs)
-    buckets = [i for i, bucket in enumerate(runs[0]["buckets"]) if bucket["targets"]]
+    buckets = [i for i, bucket in enumerate(runs[0]["buckets"]) if bucket["targets"] >= FEWEST_TARGETS]
     figure, (axes, shares) = _figure(9, 6.5, rows=2, sharex=True, height_ratios=(4, 1))
     seeds = {run["seed"] for run in arms[reference]}
     others, several = [arm for arm in arms if arm != reference and any(run["seed"] in seeds for run in arms[arm])], False
@@ -85,7 +121,7 @@ def draw_frequency(path: Path, runs: Sequence[Record], reference: str) -> None:
             axes.vlines(places, [d.low for d in differences], [d.high for d in differences], alpha=0.7, **style)
             several = True
     axes.axhline(0, color="0.3", linewidth=1)
-    bars = f", {LEVEL:.0%} intervals over seeds, not adjusted" if several else ", one seed"
+    bars = ", 95 % intervals over seeds, not adjusted" if several else ", one seed"
     axes.set(ylabel=f"nats per token against {reference}", title=f"Validation loss by the target's frequency in training{bars}")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -154,19 +190,16 @@ def _line(i: int) -> str:
     return LINES[i // 10 % len(LINES)]
 
 
-def _show_the_interesting_part(axes: Any) -> None:
-    """Cut the steep first steps off the top: from a little above the highest dot down."""
-    dots = [loss for line in axes.lines if line.get_marker() == "o" for loss in line.get_ydata()]
-    low, top = axes.get_ylim()
-    axes.set_ylim(low, min(top, max(dots) + 0.25 * (max(dots) - low)))
-
-
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]], tokens: int) -> None:
-    """Write each label beside its (value, label, colour) at the right end, moved apart so that they do not overlap."""
+    """Write each (value, name, colour) at the right end, the names moved apart so that they do not overlap."""
+    ends = sorted(ends)
     low, high = axes.get_ylim()
-    gap, last = 0.036 * (high - low), float("-inf")
-    for value, label, colour in sorted(ends):
-        last = max(value, last + gap)
-        axes.annotate(label, (tokens, last), xytext=(8, 0), textcoords="offset points", color=colour, va="center", fontsize=9)
-    left, right = axes.get_xlim()
-    axes.set_xlim(left, right + 0.2 * (right - left))  # room for the names
+    gap, places = 0.036 * (high - low), [value for value, _, _ in ends]
+    for _ in range(100):
+        places[0], places[-1] = max(places[0], low + gap / 2), min(places[-1], high - gap / 2)
+        for i in range(len(places) - 1):
+            if (overlap := gap - (places[i + 1] - places[i])) > 0:
+                places[i], places[i + 1] = places[i] - overlap / 2, places[i + 1] + overlap / 2
+    for place, (value, name, colour) in zip(places, ends, strict=True):
+        label = f"{name}  {value:.3f}"
+        axes.annotate(label, (tokens, place), xytext=(8, 0), textcoords="offset points", color=colour, va="center", fontsize=9)

@@ -60,7 +60,7 @@ def write_report(out: Path, runs: list[Record], reference: str | None = None) ->
         parts.append(f"{title}\n\n{frequency_table(runs)}")
     text = "\n".join(parts)
     write_text(out / "table.md", text)
-    draw_curves(out / "loss.png", runs)
+    draw_curves(out / "loss.png", runs, reference)
     if comparisons:
         draw_differences(out / "differences.png", comparisons)
         if has_buckets(runs):
