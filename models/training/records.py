@@ -15,6 +15,11 @@ RESULTS = "results.json"
 SEED_FOLDER = "seed-"
 CURVE_POINTS = 100  # of the training loss that are kept
 _OF_THE_ARM = ("arm.", "data.codes")
+_RESULT = {
+    *("loss", "perplexity", "bits_per_byte", "targets", "steps", "tokens", "tokens_per_second", "data"),
+    *("trainable_parameters", "total_parameters", "body_parameters", "buffer_bytes", "model_bytes"),
+}
+_RECORD = _RESULT | {"arm", "seed", "parts", "settings", "batches", "validation_curve", "training_curve"}
 
 Record = dict[str, Any]  # an arm's name, seed, settings and folder, its curves, and what result.json holds
 
@@ -68,20 +73,24 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _listed_runs(path: Path, saved: dict[str, Any]) -> list[Record]:
-    common, listed = saved.get("settings"), saved.get("runs", [])
-    try:
-        return [{**run, "settings": common | run["settings"], "folder": None} for run in listed]
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{path / RESULTS}: not the results of a grid ({error}); write it again from the runs") from None
+    common, listed = saved.get("settings", {}), saved.get("runs", [])
+    for run in listed:
+        _require(run, _RECORD, f"{path / RESULTS}: not the results of a grid", "write it again from the runs")
+    return [{**run, "settings": common | run["settings"], "folder": None} for run in listed]
+
+
+def _require(found: Any, keys: set[str], complaint: str, hint: str) -> None:
+    missing = sorted(keys - found.keys()) if isinstance(found, dict) else ["everything"]
+    if missing:
+        raise UserError(f"{complaint} (it lacks {missing[0]}); {hint}")
 
 
 def read_run(folder: Path, arm: str | None = None) -> Record:
     """One finished run. ``arm`` is its name; None: its parts. Raises UserError when its files do not belong together."""
     settings = from_nested(read_json(folder / "config.json"))
     result, rows = read_json(folder / "result.json"), read_metrics(folder / "metrics.jsonl")
-    if not isinstance(result, dict) or not {"loss", "steps", "tokens", "data", "codes"} <= result.keys():
-        hint = "remove it, and --resume scores the last checkpoint again"
-        raise UserError(f"{folder / 'result.json'}: not the result of a run; {hint}")
+    hint = "remove it, and --resume scores the last checkpoint again"
+    _require(result, _RESULT, f"{folder / 'result.json'}: not the result of a run", hint)
     if len(rows) != result["steps"]:
         raise UserError(f"{folder}/metrics.jsonl: holds {len(rows)} of {result['steps']} steps: it was cut or changed")
     return {
@@ -127,7 +136,7 @@ def check_matched(runs: list[Record]) -> None:
         for run in group:
             of_arm = [_settings(r, lambda n: n.startswith("arm.")) | _facts(r, ("codes",)) for r in (run, group[0])]
             _require_equal(group[0], run, *of_arm)
-    for group in _groups([run for run in runs if run["codes"]], lambda run: run["settings"]["data.codes"]):
+    for group in _groups([run for run in runs if run.get("codes")], lambda run: run["settings"]["data.codes"]):
         for run in group:
             _require_equal(group[0], run, _facts(run, ("codes",)), _facts(group[0], ("codes",)))
     for group in _groups(runs, lambda run: run["seed"]):
