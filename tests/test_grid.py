@@ -32,6 +32,18 @@ def grid(data_dir, out, arms, seeds=None, resume=False, reference=None, **change
     return train_grid(parse_arms(arms, settings_for(data_dir, **changes)), TokenData.open(data_dir), out, resume, seeds, reference)
 
 
+@pytest.fixture
+def drawn():
+    """Asked for by the tests that draw their pictures."""
+
+
+@pytest.fixture(autouse=True)
+def pictures_only_where_asked_for(request, monkeypatch):
+    if "drawn" not in request.fixturenames:
+        for name in ("draw_curves", "draw_differences", "draw_frequency"):
+            monkeypatch.setattr(f"models.training.report.{name}", lambda *arguments: None)
+
+
 @pytest.fixture(scope="module")
 def finished(data_dir, tmp_path_factory):
     """A grid of two arms and two seeds: do not change it."""
@@ -180,10 +192,11 @@ def test_grid_sees_that_the_last_arm_can_train_before_the_first_does(data_dir, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_seed_of_every_arm(data_dir, tmp_path):
+def test_one_seed_of_several_arms(data_dir, tmp_path, drawn):
     arms = "table,gf2,sign,kron,sign-bitnet"
     text = grid(data_dir, tmp_path, arms)
     assert first_table(text) == arms.split(",") and (tmp_path / "table.md").read_text() == text
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("loss", "differences", "frequency"))
     assert "±" not in text and text.count("differences between seeds are not measured") == 4
     hashes = {tuple(row["batch"] for row in read_metrics(path)) for path in tmp_path.glob("*/metrics.jsonl")}
     assert len(hashes) == 1 and len(next(iter(hashes))) == 2
@@ -192,7 +205,7 @@ def test_one_seed_of_every_arm(data_dir, tmp_path):
     assert stamps(tmp_path) == before
 
 
-def test_the_report_comes_from_the_logs_alone(finished, tmp_path, capsys):
+def test_the_report_comes_from_the_logs_alone(finished, tmp_path, capsys, drawn):
     """From copied logs, and from results.json alone, the same text; another reference turns the sentence round."""
     for path in [*finished.rglob("*.json"), *finished.rglob("metrics.jsonl")]:
         if "checkpoints" not in path.parts:

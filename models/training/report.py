@@ -31,13 +31,17 @@ COSTS: tuple[Column, ...] = (
     ("tokens/s", lambda r: f"{r['tokens_per_second']:,.0f}"),
 )
 ONE_SEED: tuple[Column, ...] = (("arm", lambda r: r["arm"]), ("val loss (nats)", lambda r: f"{r['loss']:.4f}"), *COSTS)
-SEVERAL_SEEDS: tuple[Column, ...] = (
-    ("arm", lambda r: r["arm"]),
-    ("seeds", lambda r: str(r["seeds"])),
-    ("val loss (nats)", lambda r: f"{r['loss']:.4f}" + (f" ± {r['deviation']:.4f}" if r["deviation"] is not None else "")),
-    ("against reference", lambda r: r["against"]),
-    *COSTS,
-)
+
+
+def several_seeds(reference: str) -> tuple[Column, ...]:
+    """The columns for means over seeds: loss with its standard deviation, and minus that of ``reference`` with the interval."""
+    return (
+        ("arm", lambda r: r["arm"]),
+        ("seeds", lambda r: str(r["seeds"])),
+        ("val loss (nats)", lambda r: f"{r['loss']:.4f}" + (f" ± {r['deviation']:.4f}" if r["deviation"] is not None else "")),
+        (f"minus {reference}", lambda r: r["against"]),
+        *COSTS,
+    )
 
 
 def write_report(out: Path, runs: list[Record], reference: str | None = None) -> str:
@@ -52,7 +56,7 @@ def write_report(out: Path, runs: list[Record], reference: str | None = None) ->
     against = {comparison.arm: comparison for comparison in comparisons}
     for arm in arms:
         rows.append(summarise([run for run in runs if run["arm"] == arm], against.get(arm)))
-    parts = [markdown_table(rows, SEVERAL_SEEDS if len({run["seed"] for run in runs}) > 1 else ONE_SEED)]
+    parts = [markdown_table(rows, several_seeds(reference) if len({run["seed"] for run in runs}) > 1 else ONE_SEED)]
     if comparisons:
         parts.append(_explained(comparisons, reference))
     if has_buckets(runs):
@@ -102,7 +106,8 @@ def _explained(comparisons: list[Comparison], reference: str) -> str:
         how = (
             f"Final validation loss against {reference}, paired by seed: a seed fixes the initial weights and the order of the "
             "rows, the same for every arm; the text is the same for all seeds. Intervals are 95 % by Student's t over the seeds, "
-            f"each on its own. Resolved: p below 0.05 after Holm's adjustment for the {number} listed here."
+            "each on its own; ± is the standard deviation over seeds. Resolved: p below 0.05 after Holm's adjustment for the "
+            f"{number} listed here."
         )
     else:
         how = f"Final validation loss against {reference}. One seed: what another would change is not measured (--seeds 0,1,2)."
