@@ -102,10 +102,12 @@ def draw_differences(path: Path, comparisons: Sequence[Comparison]) -> None:
 def draw_frequency(path: Path, runs: Sequence[Record], reference: str) -> None:
     """Loss minus the reference's by how often the target token occurs in the training text; below, the share of the targets.
 
-    Buckets with fewer than 100 targets are left out: their means are noise, and would set the scale.
+    Buckets with fewer than 100 targets are left out: their means are noise, and would set the scale. Draws nothing when all are.
     """
     arms = _by_arm(runs)
     buckets = [i for i, bucket in enumerate(runs[0]["buckets"]) if bucket["targets"] >= FEWEST_TARGETS]
+    if not buckets:
+        return
     figure, (axes, shares) = _figure(9, 6.5, rows=2, sharex=True, height_ratios=(4, 1))
     seeds = {run["seed"] for run in arms[reference]}
     others, several = [arm for arm in arms if arm != reference and any(run["seed"] in seeds for run in arms[arm])], False
