@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from models.data.shards import TokenData
-from models.evaluation.buckets import FrequencyTally, bucket_name
+from models.evaluation.buckets import FrequencyTally
 from models.evaluation.loss import evaluate_loss
+from models.tables import format_range
 from models.training.checkpoint import find_checkpoint
 from runs import train
 
@@ -17,7 +18,7 @@ def test_targets_fall_into_decades():
     targets = torch.tensor([[0, 1, 2, -100], [3, 4, 6, 6]])
     tally.add(torch.tensor([[1.0, 2.0, 4.0, 99.0], [8.0, 16.0, 32.0, 64.0]]), targets)
     tally.add(torch.tensor([128.0]), torch.tensor([7]))
-    rows = [(bucket_name(b.least, b.most), b.tokens, b.nats, b.targets, b.bytes) for b in tally.buckets()]
+    rows = [(format_range(b.least, b.most), b.tokens, b.nats, b.targets, b.bytes) for b in tally.buckets()]
     assert rows == [
         ("0", 2, 129.0, 2, 9),
         ("1-9", 2, 6.0, 2, 5),

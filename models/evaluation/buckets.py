@@ -20,11 +20,6 @@ class Bucket:
     bytes: int
 
 
-def bucket_name(least: int, most: int) -> str:
-    """``0``, ``1-9``, ``1,000-9,999``."""
-    return f"{least:,}-{most:,}" if most > least else f"{least:,}"
-
-
 class FrequencyTally:
     """Adds up losses by bucket.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from models.evaluation.buckets import bucket_name
+from models.tables import format_range
 from models.training.comparison import Comparison, Difference, paired_difference
 from models.training.records import Record
 
@@ -133,7 +133,7 @@ def draw_frequency(path: Path, runs: Sequence[Record], reference: str) -> None:
     for x, value in enumerate(share):
         shares.annotate(f"{value:.2%}", (x, value), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8)
     shares.set(ylabel="of the targets", ylim=(0, 1.25 * max(share)), xlabel="times the target token occurs in the training text")
-    shares.set_xticks(range(len(found)), [bucket_name(bucket["least"], bucket["most"]) for bucket in found])
+    shares.set_xticks(range(len(found)), [format_range(bucket["least"], bucket["most"]) for bucket in found])
     shares.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _save(figure, path)
 

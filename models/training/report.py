@@ -13,9 +13,8 @@ from typing import Any
 
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, unknown_name
-from models.evaluation.buckets import bucket_name
 from models.files import write_json, write_text
-from models.tables import Column, format_bytes, format_count, markdown_table
+from models.tables import Column, format_bytes, format_count, format_range, markdown_table
 from models.training.comparison import Comparison, compare, compare_pairs
 from models.training.pictures import draw_curves, draw_differences, draw_frequency
 from models.training.records import RESULTS, Record, check_matched, in_order, read_results, read_runs
@@ -131,7 +130,7 @@ def frequency_table(runs: list[Record]) -> str:
                 row[f"loss of {arm}"] = statistics.fmean(b["nats"] / b["targets"] for b in found)
             rows.append(row)
     columns: list[Column] = [
-        ("times seen", lambda r: bucket_name(r["least"], r["most"])),
+        ("times seen", lambda r: format_range(r["least"], r["most"])),
         ("tokens", lambda r: f"{r['tokens']:,}"),
         ("of the targets", lambda r: f"{r['share']:.2%}"),
         *((arm, lambda r, key=f"loss of {arm}": f"{r[key]:.3f}") for arm in arms),
