@@ -1,7 +1,11 @@
-"""Train one arm, or several matched arms on the same batches.
+"""Train one arm, or several matched arms on the same batches, with one seed or several.
 
     python train.py --data data/demo --preset gpt2-tiny --interface kron --head table --out runs/kron
     python train.py --data data/demo --preset gpt2-tiny --arms table,tied,kron,sign --out runs/compare
+    python train.py --data data/demo --arms table,kron,kron-matched=kron@arm.input_scale=0.02 --seeds 0,1,2 --out runs/grid
+
+With --arms and --seeds the differences between arms get confidence intervals over the seeds. --resume continues a grid that was
+stopped, and adds arms or seeds to one that is finished. `python -m models.training.report runs/grid` draws its report again.
 
 Every setting has a dotted name: `--set optim.lr=3e-4`, all of them with `--print-config`. Data folders are made by
 `python -m models.data prepare`.
@@ -37,7 +41,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for flag, (setting, text) in FLAGS.items():
         parser.add_argument(f"--{flag}", dest=setting, metavar="X", help=f"{text} [{setting}]")
-    parser.add_argument("--arms", help="train several: names (table,tied,binary,gf2,sign,sign-trained,sign-bitnet,kron) or i/h/p/l")
+    names = "table,tied,binary,gf2,sign,sign-trained,sign-bitnet,kron"
+    own = "with settings of its own: NAME=ARM@SETTING=VALUE"
+    parser.add_argument("--arms", help=f"train several: names ({names}) or interface/head/prior/linear; {own}")
+    parser.add_argument("--seeds", metavar="N,N,...", help="train each arm with each of these seeds")
+    parser.add_argument("--reference", metavar="ARM", help="the arm the others are compared with (default: the first)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any setting by dotted name; repeatable")
     parser.add_argument("--out", default="runs/run", help="folder of the run (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue what --out holds; start if it holds nothing")

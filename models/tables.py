@@ -22,6 +22,11 @@ def format_bytes(n: int) -> str:
     return f"{n} B"
 
 
+def format_range(least: int, most: int) -> str:
+    """``0``, ``1-9``, ``1,000-9,999``."""
+    return f"{least:,}-{most:,}" if most > least else f"{least:,}"
+
+
 def markdown_table(results: list[dict[str, Any]], columns: Sequence[Column]) -> str:
     """One row per result, columns aligned so that the text reads as a table too."""
     rows = [[title for title, _ in columns], *([cell(r) for _, cell in columns] for r in results)]

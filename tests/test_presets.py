@@ -60,14 +60,15 @@ def test_fixed_codes_save_the_classifier_gradient(accounts):
 def test_arm_names():
     assert parse_arm("sign-bitnet", ArmSettings()).parts == "sign/code/fixed/bitnet"
     assert parse_arm("kron/code", ArmSettings(prior="fixed")).parts == "kron/code/fixed/float"
-    assert list(parse_arms("table,kron", ArmSettings())) == ["table", "kron"]
-    assert parse_arms("C", ArmSettings(preset="gemma3-270m"))["C"].parts == PRESETS["gemma3-270m"].arms["C"]
+    assert list(parse_arms("table,kron", RunSettings())) == ["table", "kron"]
+    base = RunSettings(arm=ArmSettings(preset="gemma3-270m"))
+    assert parse_arms("C", base)["C"].arm.parts == PRESETS["gemma3-270m"].arms["C"]
     assert all(len(parts.split("/")) == 4 for parts in ARMS.values())
 
 
 def test_all_wrong_arms_are_named_at_once():
     with pytest.raises(UsageError) as error:
-        parse_arms("tabel,kron/tied,table,table,gf2/tble", ArmSettings())
+        parse_arms("tabel,kron/tied,table,table,gf2/tble", RunSettings())
     lines = str(error.value).splitlines()
     assert len(lines) == 4
     assert "did you mean table" in lines[0]

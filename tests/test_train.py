@@ -16,11 +16,10 @@ from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.files import read_json
 from models.training.checkpoint import find_checkpoint, latest_checkpoint
-from models.training.grid import check_same_batches, parse_arms, train_grid
 from models.training.loop import Run, train_run
 from models.training.progress import read_metrics
 from models.training.signals import Stopped
-from runs import settings_for, train
+from runs import settings_for, stop_after, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,19 +32,6 @@ def assert_same_weights(a, b):
     ours, theirs = weights(a), weights(b)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def stop_after(monkeypatch, step):
-    """The process gets SIGTERM while it takes step ``step`` + 1 of a run."""
-    original = Run._step
-
-    def interrupted(self):
-        row = original(self)
-        if self.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return row
-
-    monkeypatch.setattr(Run, "_step", interrupted)
 
 
 @pytest.mark.parametrize("arm", ["table/tied/none/float", "sign/code/trained/float", "kron/table/none/bitnet"])
@@ -211,19 +197,6 @@ def test_damaged_records_are_named(data_dir, tmp_path, monkeypatch, name, conten
         train(data_dir, tmp_path, resume=True)
 
 
-def test_a_single_run_and_a_grid_do_not_share_a_folder(data_dir, tmp_path):
-    train(data_dir, tmp_path / "run", train__steps=1)
-    settings, data = settings_for(data_dir, train__steps=1), TokenData.open(data_dir)
-    with pytest.raises(UsageError, match="holds a single run"):
-        train_grid(settings, parse_arms("table", settings.arm), data, tmp_path / "run", resume=True)
-    train_grid(settings, parse_arms("table", settings.arm), data, tmp_path / "grid", resume=False)
-    with pytest.raises(UsageError, match="holds the arms of a grid"):
-        train(data_dir, tmp_path / "grid", train__steps=1)
-    with pytest.raises(UsageError, match="already holds a run"):
-        train_grid(settings, parse_arms("kron,table", settings.arm), data, tmp_path / "grid", resume=False)
-    assert not (tmp_path / "grid" / "kron").exists()
-
-
 def test_an_update_that_ruins_the_weights_is_not_saved(data_dir, tmp_path, monkeypatch):
     original = torch.optim.AdamW.step
 
@@ -257,13 +230,6 @@ def test_a_run_that_cannot_start_leaves_its_folder_free(data_dir, tmp_path):
     train(data_dir, tmp_path, train__steps=1)
 
 
-def test_grid_sees_that_the_last_arm_can_train_before_the_first_does(data_dir, tmp_path):
-    settings = settings_for(data_dir, data__codes=str(tmp_path / "none.safetensors"))
-    with pytest.raises(UserError, match="no sign codes there"):
-        train_grid(settings, parse_arms("table,sign", settings.arm), TokenData.open(data_dir), tmp_path, resume=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_signal_ends_an_evaluation_and_resume_still_matches(data_dir, tmp_path, monkeypatch):
     """In the middle of training the step's row is kept; at the end only the score is missing."""
     from models.training import loop
@@ -290,32 +256,6 @@ def test_a_signal_ends_an_evaluation_and_resume_still_matches(data_dir, tmp_path
 def test_a_device_that_is_not_there(data_dir, tmp_path):
     with pytest.raises(UsageError, match="not usable here"):
         train(data_dir, tmp_path, train__device="cuda:7")
-
-
-def test_grid_writes_the_report_and_keeps_finished_arms(data_dir, tmp_path):
-    arms = "table,tied,binary,gf2,sign,kron,sign-bitnet"
-    settings = settings_for(data_dir, train__eval_every=3, train__eval_rows=2)
-    table = train_grid(settings, parse_arms(arms, settings.arm), TokenData.open(data_dir), tmp_path, resume=False)
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == arms.split(",")
-    assert (tmp_path / "table.md").read_text() == table
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
-    hashes = {tuple(row["batch"] for row in read_metrics(path)) for path in tmp_path.glob("*/metrics.jsonl")}
-    assert len(hashes) == 1 and len(next(iter(hashes))) == 6
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.jsonl")}
-    again = train_grid(settings, parse_arms(arms, settings.arm), TokenData.open(data_dir), tmp_path, resume=True)
-    assert again == table
-    assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
-
-
-def test_grid_refuses_arms_that_saw_other_batches(data_dir, tmp_path):
-    for name, seed in (("a", 0), ("b", 1)):
-        train(data_dir, tmp_path / name, train__seed=seed, train__steps=2)
-    with pytest.raises(UserError, match="other batches than .* from step 1 on"):
-        check_same_batches([{"folder": str(tmp_path / name), "steps": 2, "codes": None} for name in "ab"])
-    with pytest.raises(UserError, match="holds 2 of 3 steps"):
-        check_same_batches([{"folder": str(tmp_path / "a"), "steps": 3, "codes": None}])
-    with pytest.raises(UserError, match="other sign codes"):
-        check_same_batches([{"folder": str(tmp_path / "a"), "steps": 2, "codes": code} for code in ("x", "y")])
 
 
 def command(data_dir, out, *extra):

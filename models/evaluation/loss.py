@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from models.evaluation.buckets import Bucket, FrequencyTally
 from models.vocab.heads import IGNORE
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Score:
     nats: float  # negative log-likelihood
     targets: int
     bytes: int
+    buckets: tuple[Bucket, ...] = ()  # the same sums by training frequency of the target token, where they were asked for
 
     @property
     def loss(self) -> float:
@@ -38,7 +40,10 @@ class Score:
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        sums = asdict(self)
+        if not self.buckets:
+            del sums["buckets"]
+        return sums | {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
 class Interrupted(Exception):
@@ -54,16 +59,19 @@ def evaluate_loss(
     rows: int = 16,
     limit: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
+    counts: np.ndarray | None = None,
 ) -> Score:
     """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes at most so many, evenly spaced.
 
-    ``byte_lengths`` int [V]: bytes of each token. Leaves the model's mode and the random state as they were. Raises Interrupted
-    when ``should_stop``, asked before each batch, says so.
+    ``byte_lengths`` int [V]: bytes of each token. ``counts`` int [V], how often each token occurs in the training text
+    (``TokenData.counts``), also gives the loss by frequency, from the same forward passes. Leaves the model's mode and the random
+    state as they were. Raises Interrupted when ``should_stop``, asked before each batch, says so.
     """
     from models.data.batches import validation_windows
 
     device = next(model.parameters()).device
     was_training, nats, targets_seen, bytes_seen = model.training, 0.0, 0, 0
+    tally = None if counts is None else FrequencyTally(counts, byte_lengths)
     windows = -(-(len(stream) - 1) // seq_len)
     model.eval()
     try:
@@ -71,10 +79,13 @@ def evaluate_loss(
         for inputs, targets in validation_windows(stream, seq_len, rows, world_size=-(-windows // limit) if limit else 1):
             if should_stop():
                 raise Interrupted
-            nats += model.nll(inputs.to(device), targets.to(device)).double().sum().item()
+            nll = model.nll(inputs.to(device), targets.to(device))
+            nats += nll.double().sum().item()
+            if tally:
+                tally.add(nll, targets)
             valid = targets[targets != IGNORE]
             targets_seen += valid.numel()
             bytes_seen += int(byte_lengths[valid.numpy()].sum())
     finally:
         model.train(was_training)
-    return Score(nats, targets_seen, bytes_seen)
+    return Score(nats, targets_seen, bytes_seen, tally.buckets() if tally else ())

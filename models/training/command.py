@@ -8,8 +8,9 @@ from models.errors import UsageError
 from models.presets import preset_changes
 from models.settings import RunSettings, apply, override, parse_assignments, problems
 from models.training.folder import pretty
-from models.training.grid import parse_arms, train_grid
+from models.training.grid import parse_arms, parse_seeds, train_grid
 from models.training.loop import train_run
+from models.training.records import read_runs
 from models.training.report import write_report
 
 
@@ -28,9 +29,14 @@ def resolve(flags: dict[str, str], assignments: list[str]) -> RunSettings:
 def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
     """Train as asked; prints the table of results. Returns the exit code."""
     settings = resolve(flags, arguments.set)
-    arms = parse_arms(arguments.arms, settings.arm) if arguments.arms else {}
+    seeds = parse_seeds(arguments.seeds) if arguments.seeds is not None else None
+    arms = parse_arms(arguments.arms, settings) if arguments.arms else {}
     if arms and (clash := [f for f in ("arm.interface", "arm.head", "arm.prior", "arm.linear") if f in flags]):
         raise UsageError(f"--arms chooses {', '.join(clash)} itself; leave those out, or spell arms as interface/head/prior/linear")
+    if seeds and "train.seed" in flags:
+        raise UsageError("--seeds names the seeds itself; leave --seed out")
+    if arguments.reference and not arms:
+        raise UsageError("--reference is the arm that others are compared with; name them with --arms")
     if arguments.print_config:
         print(pretty(settings))
         return 0
@@ -38,11 +44,11 @@ def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
         raise UsageError("give a folder with --data (make one: python -m models.data prepare data/demo --source demo)")
     data = TokenData.open(Path(settings.data.dir))
     out = Path(arguments.out)
-    if arms:
-        table = train_grid(settings, arms, data, out, arguments.resume)
+    if arms or seeds:
+        text = train_grid(arms or {settings.arm.parts: settings}, data, out, arguments.resume, seeds, arguments.reference)
     else:
-        result = train_run(settings, data, out, arguments.resume, label=settings.arm.parts)
-        table = write_report(out, [{"arm": settings.arm.parts, "folder": str(out), **result}])
-    print("\n" + table)
-    print(f"report: {out / 'table.md'}, {out / 'loss.png'}")
+        train_run(settings, data, out, arguments.resume, label=settings.arm.parts)
+        text = write_report(out, read_runs(out))
+    print("\n" + text)
+    print(f"report: {out / 'table.md'} and the pictures beside it")
     return 0

@@ -179,7 +179,9 @@ class Run:
         rows = self.settings.train.micro_batch_size or self.settings.train.batch_size
         lengths, seq_len = self.data.tokenizer.byte_lengths(), self.settings.data.seq_len
         with autocast(self.settings, self.device):
-            score = evaluate_loss(self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: stop.number is not None)
+            score = evaluate_loss(
+                self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: stop.number is not None, self.data.counts
+            )
         if not abs(score.nats) < float("inf"):
             raise UserError(f"step {self.step}: the validation loss is {score.loss}; lower optim.lr, or go back to a checkpoint")
         return score
