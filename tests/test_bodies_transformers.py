@@ -11,6 +11,7 @@ from models.bodies import Body, BodyConfig
 from models.bodies.gemma3 import Gemma3Config
 from models.bodies.gpt2 import GPT2Config
 from models.bodies.llama import LlamaConfig
+from models.convert.transformers_models import body_weights
 
 V = 97
 
@@ -46,45 +47,6 @@ def hf_gemma3(config: Gemma3Config) -> nn.Module:
     return transformers.Gemma3ForCausalLM(text)
 
 
-def map_gpt2(hf: nn.Module) -> dict[str, torch.Tensor]:
-    """transformers keeps q, k and v in one matrix and every matrix transposed."""
-    source, mapped = hf.transformer.state_dict(), {}
-    mapped["position"] = source["wpe.weight"]
-    for i in range(hf.config.n_layer):
-        old, new = f"h.{i}.", f"blocks.{i}."
-        for end in ("weight", "bias"):
-            parts = source[f"{old}attn.c_attn.{end}"].chunk(3, dim=-1)
-            for name, part in zip("qkv", parts, strict=True):
-                mapped[f"{new}attention.{name}.{end}"] = part.t()
-            for theirs, ours in (("attn.c_proj", "attention.o"), ("mlp.c_fc", "mlp.up"), ("mlp.c_proj", "mlp.down")):
-                mapped[f"{new}{ours}.{end}"] = source[f"{old}{theirs}.{end}"].t()
-            for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
-                mapped[f"{new}{ours}.{end}"] = source[f"{old}{theirs}.{end}"]
-    return mapped | {f"final_norm.{end}": source[f"ln_f.{end}"] for end in ("weight", "bias")}
-
-
-NORMS = {
-    "llama": {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"},
-    "gemma3": {
-        "input_layernorm": "attention_norm", "post_attention_layernorm": "attention_post_norm",
-        "pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_post_norm",
-    },
-}  # fmt: skip
-
-
-def map_llama_like(hf: nn.Module, norms: dict[str, str]) -> dict[str, torch.Tensor]:
-    mapped = {}
-    for name, tensor in hf.model.state_dict().items():
-        if name == "norm.weight":
-            mapped["final_norm.weight"] = tensor
-        elif name.startswith("layers."):
-            _, index, rest = name.split(".", 2)
-            rest = rest.replace("self_attn.", "attention.").replace("_proj.", ".")
-            part = rest.split(".")[0]
-            mapped[f"blocks.{index}.{rest.replace(part, norms.get(part, part), 1)}"] = tensor
-    return mapped
-
-
 def pair(name: str) -> tuple[Body, nn.Module]:
     """Our body and transformers' model, sharing the same random weights."""
     config = CONFIGS[name]
@@ -93,8 +55,7 @@ def pair(name: str) -> tuple[Body, nn.Module]:
         for parameter in hf.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     body = plain(name)
-    mapped = map_gpt2(hf) if name == "gpt2" else map_llama_like(hf, NORMS[name])
-    body.load_state_dict(mapped)
+    body.load_state_dict(body_weights(hf))
     return body, hf
 
 

