@@ -83,6 +83,14 @@ class LanguageModel(nn.Module):
         """Negative log-likelihood in nats of each target [B, T], fp32; 0 where the target is -100."""
         return self.head.nll(self(ids), targets)
 
+    @torch.no_grad()
+    def score_targets(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability in nats (fp32 [B, T]) of each target, and whether it is the greedy choice (bool [B, T]).
+
+        0 and True where the target is -100. Scores of size tokens x V are not stored.
+        """
+        return self.head.score_targets(self(ids), targets)
+
     def logits(self, ids: Tensor) -> Tensor:
         """Scores [B, T, V]."""
         return self.head.logits(self(ids))

@@ -14,6 +14,7 @@ from kernels.code_loss import code_cross_entropy, code_logits
 from models.vocab.interfaces import INIT_STD, CodeBook, Reference, TableInterface
 
 IGNORE = -100  # targets with this id are not scored
+SCORES_AT_ONCE = 1 << 24  # of a table, where only a few of them are kept: 64 MiB in fp32
 
 
 class UnigramPrior(nn.Module):
@@ -42,6 +43,13 @@ class Head(nn.Module, ABC):
         """Negative log-likelihood in nats of each target, fp32 with the shape of ``targets``; 0 where a target is ignored."""
 
     @abstractmethod
+    def score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability in nats (fp32) of each target and whether it has the largest score (bool), in the shape of ``targets``.
+
+        The lowest id among equal scores is the largest. An ignored target gets 0 and True. Call it without gradients.
+        """
+
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [..., V]; for tests and small vocabularies."""
 
@@ -68,6 +76,16 @@ class TableHead(Head):
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         scores = self.logits(hidden).flatten(0, -2).float()
         return F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="none").view(targets.shape)
+
+    def score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        rows, wanted = hidden.flatten(0, -2), targets.flatten()
+        logprob, best = torch.zeros(wanted.shape, device=rows.device), torch.empty_like(wanted)
+        step = max(1, SCORES_AT_ONCE // self.output_table().shape[0])
+        for part in (slice(start, start + step) for start in range(0, len(wanted), step)):
+            scores = self.logits(rows[part]).float()
+            best[part] = scores.argmax(1)
+            logprob[part] = -F.cross_entropy(scores, wanted[part], ignore_index=IGNORE, reduction="none")
+        return logprob.view(targets.shape), ((best == wanted) | (wanted == IGNORE)).view(targets.shape)
 
 
 class TiedHead(TableHead):
@@ -102,3 +120,16 @@ class CodeHead(Head):
             reduction="none",
             impl=self.impl,
         )
+
+    def score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        _, aux = code_cross_entropy(
+            F.linear(hidden, self.weight),
+            self.codes.module.words,
+            self.prior_values(),
+            targets,
+            ignore_index=IGNORE,
+            reduction="none",
+            return_aux=True,
+            impl=self.impl,
+        )
+        return aux.target_logprob.float(), (aux.argmax == targets) | (targets == IGNORE)
