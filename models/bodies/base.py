@@ -133,9 +133,9 @@ class Body(nn.Module, ABC):
         """
         self._check(x)
         if cache is not None:
-            cache.advance(x.shape[0], x.shape[1], counts)
+            cache.advance(x.shape[0], x.shape[1], counts, x.device)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
-        positions = None if cache is None else cache.positions(x.shape[1], x.device)
+        positions = None if cache is None else cache.positions
         x = self.embed_positions(x, positions)
         for block, inputs in zip(self.blocks, self._block_inputs(x, positions, cache), strict=True):
             # No dropout anywhere, hence no random state to put back for the second run.
@@ -150,7 +150,7 @@ class Body(nn.Module, ABC):
             # While the sequence fits the window, plain causal attention is the same and needs no [T, T] mask.
             masks = {w: window_mask(positions, w) for w in set(self.config.windows) if w is not None and w < x.shape[1]}
         else:
-            masks = {layer.window: layer.mask(positions) for layer in cache.layers}
+            masks = {layer.window: layer.mask() for layer in {layer.window: layer for layer in cache.layers}.values()}
             positions = positions[:, None]
         tables = self.rotary(positions, x.dtype)
         return zip(tables, map(masks.get, self.config.windows), caches, strict=True)

@@ -33,23 +33,22 @@ class KVCache:
             )
         self.capacity, self.step = capacity, step
         self.lengths: list[int] = []
+        self.positions: torch.Tensor | None = None  # of the tokens that came last, int64 [B, n]; None for prompts: 0, 1, ...
+        self.places: dict[int, torch.Tensor] = {}  # their slots, by the number of slots of a layer
         self.layers = [LayerCache(self, window) for window in config.windows]
-
-    @property
-    def empty(self) -> bool:
-        return not self.lengths
 
     @property
     def nbytes(self) -> int:
         """Memory taken by all layers."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.keys is not None)
 
-    def advance(self, rows: int, new: int, counts: Sequence[int] | None) -> None:
+    def advance(self, rows: int, new: int, counts: Sequence[int] | None, device: torch.device) -> None:
         """Count ``new`` tokens for each of so many rows, or for an empty cache ``counts[i]`` of them (the rest is padding).
 
         Raises ValueError when they do not fit.
         """
-        if self.empty:
+        prompts = not self.lengths
+        if prompts:
             counts = [new] * rows if counts is None else list(counts)
             if len(counts) != rows or not all(1 <= count <= new for count in counts):
                 raise ValueError(f"KVCache: counts must be {rows} numbers from 1 to {new}, got {counts}")
@@ -63,12 +62,9 @@ class KVCache:
         if longest > self.capacity:
             raise ValueError(f"KVCache: {longest} tokens do not fit the capacity of {self.capacity}")
         self.lengths = [old + count for old, count in zip(before, counts, strict=True)]
-
-    def positions(self, new: int, device: torch.device) -> torch.Tensor | None:
-        """Positions int64 [B, new] of the tokens just counted by ``advance``; None for prompts, which begin at 0."""
-        if self.layers[0].keys is None:
-            return None
-        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(-new, 0, device=device)
+        if not prompts:
+            self.positions = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(-new, 0, device=device)
+            self.places = {slots: self.positions % slots for slots in {layer.slots for layer in self.layers}}
 
     def keep(self, rows: torch.Tensor) -> None:
         """Go on with these rows (int64 [B'], on the cache's device), in this order; one may be named more than once."""
@@ -95,15 +91,15 @@ class LayerCache:
         if self.keys is None:
             self.keys, self.values = self._filled(k), self._filled(v)
             return k, v
-        slots = self.cache.positions(k.shape[2], k.device) % self.slots
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.keys[rows, :, slots], self.values[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
+        places = self.cache.places[self.slots][:, None, :, None].expand_as(k)
+        self.keys.scatter_(2, places, k)
+        self.values.scatter_(2, places, v)
         return self.keys[:, :, : self._used()], self.values[:, :, : self._used()]
 
-    def mask(self, positions: torch.Tensor) -> torch.Tensor:
-        """Boolean [B, 1, n, used slots]: whether the query at positions [B, n], counted already, may see what a slot holds."""
-        held = self._held(self._used(), positions.device)[:, None, None]
-        queries = positions[:, None, :, None]
+    def mask(self) -> torch.Tensor:
+        """Boolean [B, 1, n, used slots]: whether the query at ``cache.positions`` may see what a slot holds."""
+        queries = self.cache.positions[:, None, :, None]
+        held = self._held(self._used(), queries.device)[:, None, None]
         visible = (held >= 0) & (held <= queries)
         return visible if self.window is None else visible & (queries - held < self.window)
 

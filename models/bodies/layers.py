@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels.bitlinear import bit_linear
+from kernels.bitlinear import bit_linear, pack_ternary, packed_bit_linear
 from models.bodies.cache import LayerCache
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -44,6 +44,29 @@ class BitLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}, scale={self.scale}"
+
+
+class PackedBitLinear(nn.Module):
+    """What a BitLinear computes, from its ternary weights at 2 bits each; the masters are gone, so it cannot be trained."""
+
+    def __init__(self, layer: BitLinear) -> None:
+        super().__init__()
+        packed, scale = pack_ternary(layer.weight, layer.scale, impl=layer.impl)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", scale)
+        self.bias, self.impl = layer.bias, layer.impl
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]"""
+        return packed_bit_linear(x, self.packed, self.scale, bias=self.bias, impl=self.impl)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every BitLinear inside ``module`` by its packed form. The numbers stay the same."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, BitLinear):
+                setattr(parent, name, PackedBitLinear(child))
 
 
 @dataclass(frozen=True)
