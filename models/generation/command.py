@@ -1,7 +1,10 @@
 """What ``python -m models.generation`` does with its arguments."""
 
 import argparse
+import contextlib
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from models.bodies.layers import pack_linears
@@ -27,11 +30,12 @@ def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) 
     check_impl(arm.impl, device)
     run = from_nested(checkpoint.config)
     run = override(run, {"train.dtype": arguments.dtype}) if arguments.dtype else run
+    print(f"{checkpoint.path}, {describe_ops(arm, device)}, {run.train.dtype} on {device}", file=sys.stderr)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     model = checkpoint.load_model(impl=arm.impl).to(device)
     pack_linears(model.body)
     timing = Timing()
-    with StopRequest() as stop, autocast(run, device):
+    with StopRequest() as stop, autocast(run, device), _silent("tablefree.kernels"):  # would say the same amid the text
         pieces = generate(model, tokenizer, prompts, settings, should_stop=lambda: stop.number is not None, timing=timing)
         if arguments.json:
             output = JsonOutput(prompts, settings.samples, sys.stdout)
@@ -40,8 +44,20 @@ def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) 
         for piece in pieces:
             output.add(piece)
     if arguments.stats:
-        print(f"{speeds(timing)}; {describe_ops(arm, device)}, {run.train.dtype}, on {device}", file=sys.stderr)
+        print(speeds(timing), file=sys.stderr)
     return 0 if stop.number is None else 128 + stop.number
+
+
+@contextlib.contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """A block in which a logger is not heard below warnings."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def one_checkpoint(path: Path) -> Checkpoint:

@@ -1,5 +1,6 @@
 """The loop: prompts in, pieces of text out, a token of every row per step."""
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from models.generation.settings import GenerationSettings
 from models.generation.text import TextStream
 from models.vocab.tokenizer import Tokenizer
 
-STREAM = 1 << 32  # noise positions of one sample: more than any context
 REASONS = {
     "end": "the document ended",
     "stop": "a stop text came",
@@ -50,7 +50,7 @@ class Completion:
 class Timing:
     """Seconds in the model and its head, without those of whoever takes the pieces."""
 
-    prompt_tokens: int = 0  # of each prompt once, however many samples it has
+    prompt_tokens: int = 0  # of each prompt of a batch once, however many samples it has there
     prompt_seconds: float = 0.0  # until the first token of every row is drawn
     new_tokens: int = 0  # after the first of every row
     new_seconds: float = 0.0
@@ -79,7 +79,7 @@ def generate(
     context = model.description.body.context
     starts = [prompt_ids(tokenizer, prompt, context, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
     rows = [
-        _Row(i, sample, list(start), TextStream(tokenizer.vocabulary.tokens, settings.stop))
+        _Row(i, sample, list(start), noise_position(start, sample), TextStream(tokenizer.vocabulary.tokens, settings.stop))
         for i, start in enumerate(starts)
         for sample in range(settings.samples)
     ]
@@ -128,6 +128,16 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, context: int, name: str = "the
     return ids
 
 
+def noise_position(prompt: Sequence[int], sample: int) -> int:
+    """Where the noise of a continuation begins (its next tokens take the positions after it).
+
+    A hash of the prompt's ids and the number of the sample: it says nothing of the other rows of a batch, and different prompts do
+    not share their noise, which would put the same words into all of them.
+    """
+    digest = hashlib.blake2b(" ".join(map(str, (sample, *prompt))).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # leaves 64-bit integers room to count up
+
+
 @dataclass
 class _Row:
     """One continuation under way."""
@@ -135,6 +145,7 @@ class _Row:
     prompt: int
     sample: int
     ids: list[int]  # prompt and new tokens
+    noise: int  # position of the next token's noise
     stream: TextStream
     new: int = 0
 
@@ -142,6 +153,7 @@ class _Row:
         """Add a drawn token."""
         self.ids.append(token)
         self.new += 1
+        self.noise += 1
         text = "" if token == ends.eos else self.stream.push(token)
         reason = ends.reason(self, token)
         return Piece(self.prompt, self.sample, token, text + (self.stream.finish() if reason else ""), reason)
@@ -208,14 +220,15 @@ def _read_prompts(reader: "_Reader", rows: list[_Row], timing: Timing) -> torch.
     places = {prompt: place for place, prompt in enumerate(prompts)}
     hidden = reader.start(list(prompts.values()))
     chosen = [places[row.prompt] for row in rows]
-    reader.keep(chosen)
+    if len(chosen) > len(prompts):
+        reader.keep(chosen)
     return hidden[chosen]
 
 
 def _draw(model: LanguageModel, hidden: torch.Tensor, rows: list[_Row], settings: GenerationSettings) -> list[int]:
     """The next token of each row, from its last hidden state [rows, d]."""
     options = settings.sampling(model.description.vocab_size)
-    options["positions"] = torch.tensor([row.sample * STREAM + len(row.ids) for row in rows], device=hidden.device)
+    options["positions"] = torch.tensor([row.noise for row in rows], device=hidden.device)
     if settings.repetition_penalty == 1:
         return model.head.sample(hidden, **options).tolist()
     scores = model.head.logits(hidden)

@@ -1,6 +1,7 @@
 """What becomes of the pieces: text that streams to a terminal in order, or a line of JSON for each continuation."""
 
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ _SAFE = _PICTURES | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class TextOutput:
-    """Prompt and continuation as one text. The first that is not finished streams; the others wait for their turn."""
+    """Prompt (bold on a terminal) and continuation as one text. The first that is not finished streams, the others wait for it."""
 
     def __init__(self, prompts: Sequence[str], samples: int, echo: bool, out: TextIO) -> None:
         """``echo``: print the prompts too. Several continuations are labelled."""
@@ -23,7 +24,8 @@ class TextOutput:
         self.turn = 0
         self.waiting: dict[tuple[int, int], str] = defaultdict(str)
         self.reasons: dict[tuple[int, int], str] = {}
-        self.safe = out.isatty()
+        self.terminal = out.isatty()
+        self.bold = self.terminal and "NO_COLOR" not in os.environ
         self._open()
 
     def add(self, piece: Piece) -> None:
@@ -42,7 +44,8 @@ class TextOutput:
         prompt, sample = self.order[self.turn]
         if len(self.order) > 1:
             self.out.write(f"{'' if self.turn == 0 else chr(10)}--- {self._name(prompt, sample)} ---\n")
-        self._write(self.prompts[prompt] if self.echo else "")
+        if self.echo:
+            self._write(self.prompts[prompt], bold=self.bold)
 
     def _close(self, reason: str) -> None:
         self._write("\n")
@@ -57,8 +60,9 @@ class TextOutput:
         parts = [(len(self.prompts), f"prompt {prompt + 1}"), (self.samples, f"sample {sample + 1}")]
         return ", ".join(name for count, name in parts if count > 1)
 
-    def _write(self, text: str) -> None:
-        self.out.write(text.translate(_SAFE) if self.safe else text)
+    def _write(self, text: str, bold: bool = False) -> None:
+        text = text.translate(_SAFE) if self.terminal else text
+        self.out.write(f"\x1b[1m{text}\x1b[0m" if bold and text else text)
         self.out.flush()
 
 

@@ -11,8 +11,8 @@ from models.errors import UsageError
 class GenerationSettings:
     """How tokens are drawn, and when to stop. Raises UsageError that lists every problem.
 
-    A draw is a pure function of a row's scores, the seed, the number of the sample and the token's place in the row: a prompt gives
-    the same text alone and beside others, and so does a prompt that is its own continuation, broken off.
+    A draw is a pure function of a row's scores, the seed, the prompt, the number of the sample and that of the token: a prompt
+    gives the same text alone and beside others.
     """
 
     temperature: float = 0.8  # scores are divided by it; 0 takes the best token
