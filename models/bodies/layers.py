@@ -164,8 +164,21 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.store(k, v)
-        y = F.scaled_dot_product_attention(q, self._share(k), self._share(v), mask, is_causal=mask is None, scale=self.scale)
+        if mask is None or mask.dim() == 2:
+            y = F.scaled_dot_product_attention(q, self._share(k), self._share(v), mask, is_causal=mask is None, scale=self.scale)
+        else:
+            y = self._attend_stored(q, k, v, mask)
         return self.o(y.transpose(1, 2).flatten(2))
+
+    def _attend_stored(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Few queries [B, H, n, h] against many stored keys [B, G, S, h], mask [B, 1, n, S] -> [B, H, n, h].
+
+        Query heads that share a key head become rows of one head: copying the cache for each of them would cost more than the rest.
+        """
+        groups = self.heads // self.kv_heads
+        rows = q.unflatten(1, (self.kv_heads, groups)).flatten(2, 3)
+        y = F.scaled_dot_product_attention(rows, k, v, mask.repeat(1, 1, groups, 1), scale=self.scale)
+        return y.unflatten(2, (groups, -1)).flatten(1, 2)
 
     def _split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """[B, T, heads*h] -> [B, heads, T, h]"""
