@@ -61,6 +61,23 @@ def test_every_composition(data_dir, arm):
         assert moved[:, 7:].max() > 1e-5
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_score_targets_is_what_the_logits_say(data_dir, head, monkeypatch):
+    monkeypatch.setattr("models.vocab.heads.SCORES_AT_ONCE", 5 * 320)  # chunks of 5 tokens, the last one short
+    model = make(data_dir, "gpt2-tiny", "table", head, "fixed", "float")
+    inputs, targets = batch(model)
+    scores = model.logits(inputs).double()
+    targets[1] = scores[1].argmax(-1)  # a row of greedy choices, but for one
+    targets[1, 4] = scores[1, 4].argmin()
+    targets[0, 3], targets[1, 7] = -100, -100
+    logprob, greedy = model.score_targets(inputs, targets)
+    expected = scores.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(logprob, torch.where(targets == -100, 0.0, expected).float(), atol=2e-5, rtol=1e-5)
+    assert torch.equal(greedy, (scores.argmax(-1) == targets) | (targets == -100))
+    assert greedy[1, :4].all() and not greedy[1, 4] and greedy[0, 3] and not greedy[0].all()
+    assert logprob.dtype == torch.float32 and not logprob.requires_grad
+
+
 def test_arms_with_one_seed_share_their_body(data_dir):
     reference = make(data_dir, "gpt2-tiny", "table", "table", "none", "float").body.state_dict()
     for interface, head in (("kron", "table"), ("sign", "code"), ("binary", "table"), ("table", "tied")):
