@@ -175,6 +175,13 @@ def wants_gradient(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and _unbatched(tensor).requires_grad
 
 
+def is_plain_call(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing but values is asked for: no gradient, no compiler, no transform, no mode that wants to see the op."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return all(t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and not wants_gradient(t)) for t in tensors)
+
+
 def refuse_forward_ad(op: str, *tensors: torch.Tensor | None) -> None:
     """Raise RuntimeError when a tensor carries a forward-mode tangent: a registered op would drop it and the result be wrong."""
     for tensor in tensors:

@@ -11,10 +11,12 @@ from types import ModuleType
 
 import torch
 
+from kernels.bitlinear.memo import Memo
 from kernels.bitlinear.packing import packed_width, require_valid_codes
-from kernels.common import refuse_forward_ad, without_autocast
+from kernels.common import is_checked, is_plain_call, refuse_forward_ad, without_autocast
 
 MaybeTensor = torch.Tensor | None
+_valid = Memo()
 
 
 def _implementation(impl: str) -> ModuleType:
@@ -48,8 +50,22 @@ def linear(
 
     ``weight`` is not read: it is an argument so that its straight-through gradient has somewhere to go.
     """
-    require_valid_codes(packed)
+    if weight is None:
+        return _packed_linear(x, packed, scale, norm_weight, bias, eps, norm, dtype, impl)
     with without_autocast(x):
+        return _implementation(impl).linear(x, packed, scale, norm_weight, bias, eps, norm, dtype)
+
+
+def _packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, norm_weight: MaybeTensor, bias: MaybeTensor,
+    eps: float, norm: bool, dtype: torch.dtype, impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``linear`` of given packed weights: checked, and prepared by eager, once for as long as they do not change."""
+    if is_checked(packed.device):
+        _valid.get(packed, None, lambda: require_valid_codes(packed) or True)
+    with without_autocast(x):
+        if impl == "eager":
+            _implementation(impl).keep_prepared(packed, x.shape[1])
         return _implementation(impl).linear(x, packed, scale, norm_weight, bias, eps, norm, dtype)
 
 
@@ -146,4 +162,6 @@ def packed_bit_linear(
 ) -> torch.Tensor:  # fmt: skip
     """x [M, K], packed uint8 [N, ceil(K/4)] -> [M, N] in ``dtype``"""
     refuse_forward_ad("packed_bit_linear", x, scale, norm_weight, bias)
+    if is_plain_call(x, packed, scale, norm_weight, bias):  # a registered op takes as long as a few small ones
+        return _packed_linear(x, packed, scale, norm_weight, bias, eps, norm, dtype, impl)[0]
     return linear(x, None, packed, scale, norm_weight, bias, eps, norm, dtype, impl)[0]
