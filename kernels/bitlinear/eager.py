@@ -78,7 +78,7 @@ def pack(weight: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tenso
 
     round(W / g) half to even is +1 exactly where W > g/2 and -1 where W < -g/2: two exact comparisons instead of a division.
     """
-    mean = torch.linalg.vector_norm(weight, 1, dim=-1 if per_row else None, dtype=torch.float64)
+    mean = weight.abs().sum(dim=-1 if per_row else None, dtype=torch.float64)
     mean = mean / (weight.shape[-1] if per_row else weight.numel())
     wide = torch.promote_types(weight.dtype, torch.float32)
     scale = mean.clamp_min(MIN_MAGNITUDE).to(wide)

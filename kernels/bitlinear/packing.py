@@ -31,9 +31,14 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     return (words * GATHER >> 24).to(torch.uint8)
 
 
+def has_invalid_codes(packed: torch.Tensor) -> bool:
+    """Whether any 2-bit code of ``packed`` is 3."""
+    return bool((packed & (packed >> 1) & 0x55).any())
+
+
 def require_valid_codes(packed: torch.Tensor) -> None:
     """Raise ValueError when any 2-bit code of ``packed`` is 3 (checked mode only: on a CPU by default)."""
-    if packed.numel() and is_checked(packed.device) and bool((packed & (packed >> 1) & 0x55).any()):
+    if is_checked(packed.device) and has_invalid_codes(packed):
         raise ValueError(
             "bitlinear: packed holds the 2-bit code 3, but ternary codes are 0, 1 and 2 (value + 1, four to a byte, little end "
             "first); the data is damaged or was packed in another order"
