@@ -167,7 +167,8 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """A block with autocast off for the tensor's device; meta tensors know no autocast, so there is nothing to turn off."""
     device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else contextlib.nullcontext()
 
 
 def wants_gradient(tensor: torch.Tensor) -> bool:

@@ -4,24 +4,22 @@
   are used once, a floating-point GEMM: partial sums are integers of at most 127 K, which fp32 holds up to K = 132,104
   (127 K < 2^24), and fp64 beyond.
 * Weights are decoded from their 2-bit form a few rows at a time, never as a whole. Packed weights (inference) are decoded and
-  checked once: their int8 form, a byte a weight, is kept while they live and do not change (``memo.py``).
+  checked once: their int8 form, a byte a weight, is kept while they live and do not change (``op.py``, ``memo.py``).
 * Kept for backward: int8 activations, 2-bit weights, two numbers per row, one scale; with norm gains also x (naive.py says why).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kernels.bitlinear import int8_gemm
-from kernels.bitlinear.memo import Memo
 from kernels.bitlinear.naive import MIN_MAGNITUDE, inverse_rms, row_largest, row_units
 from kernels.bitlinear.packing import decode, decode_table, pack_codes
 
 CHUNK_ELEMENTS = 1 << 21  # decoded at a time: 8 MiB of fp32
 WORTH_PREPARING = 256  # rows from which bringing weights into FBGEMM's order for one product takes less time than it saves
 MaybeTensor = torch.Tensor | None
-_prepared = Memo()
 
 
 def exact_dtype(columns: int) -> torch.dtype:
@@ -44,10 +42,9 @@ def _prepared_chunks(packed: torch.Tensor, columns: int) -> Iterator[tuple[slice
         yield rows, int8_gemm.prepare(values)
 
 
-def keep_prepared(packed: torch.Tensor, columns: int) -> None:
-    """Prepare weights that will come again, unless they are already; ``accumulate`` finds them."""
-    if _can_prepare(packed, columns):
-        _prepared.get(packed, columns, lambda: list(_prepared_chunks(packed, columns)))
+def prepare(packed: torch.Tensor, columns: int) -> list[Any]:
+    """Packed weights that come again, as ``accumulate`` takes them: for FBGEMM, a byte a weight; empty where it cannot be used."""
+    return [weights for _, weights in _prepared_chunks(packed, columns)] if _can_prepare(packed, columns) else []
 
 
 def _can_prepare(packed: torch.Tensor, columns: int) -> bool:
@@ -55,12 +52,15 @@ def _can_prepare(packed: torch.Tensor, columns: int) -> bool:
     return packed.device.type == "cpu" and fits and int8_gemm.available()
 
 
-def accumulate(q: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """int8 [M, K], packed uint8 [N, ceil(K/4)] -> q t^T [M, N], whole numbers held exactly in a floating dtype."""
+def accumulate(q: torch.Tensor, packed: torch.Tensor, prepared: Sequence[Any] = ()) -> torch.Tensor:
+    """int8 [M, K], packed uint8 [N, ceil(K/4)] -> q t^T [M, N], whole numbers held exactly in a floating dtype.
+
+    ``prepared``: the same weights from ``prepare``.
+    """
     (rows, columns), dtype = q.shape, exact_dtype(q.shape[1])
     wide = q.to(dtype)
-    if rows and (chunks := _prepared.find(packed, columns)):
-        return _together([int8_gemm.multiply(wide, weights) for _, weights in chunks])
+    if rows and prepared:
+        return _together([int8_gemm.multiply(wide, weights) for weights in prepared])
     if rows >= WORTH_PREPARING and _can_prepare(packed, columns):
         return _together([int8_gemm.multiply(wide, weights) for _, weights in _prepared_chunks(packed, columns)])
     out = torch.empty(rows, packed.shape[0], dtype=dtype, device=q.device)
@@ -89,12 +89,12 @@ def pack(weight: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tenso
 
 def linear(
     x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, norm_weight: MaybeTensor, bias: MaybeTensor,
-    eps: float, norm: bool, dtype: torch.dtype,
+    eps: float, norm: bool, dtype: torch.dtype, prepared: Sequence[Any] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x [M, K] -> (Y [M, N] in ``dtype``, int8 activations [M, K], step [M], r [M])."""
+    """x [M, K] -> (Y [M, N] in ``dtype``, int8 activations [M, K], step [M], r [M]); ``prepared`` as in ``accumulate``."""
     wide = torch.promote_types(x.dtype, torch.float32)
     q, step, r = _quantize(x.to(wide), norm_weight, eps, norm)
-    out = accumulate(q, packed).to(wide).mul_(step[:, None]).mul_(scale.to(wide))
+    out = accumulate(q, packed, prepared).to(wide).mul_(step[:, None]).mul_(scale.to(wide))
     if bias is not None:
         out += bias.to(wide)
     return out.to(dtype), q, step, r

@@ -19,18 +19,10 @@ class Memo:
 
     def get(self, tensor: torch.Tensor, key: Any, make: Callable[[], Any]) -> Any:
         """``make()``, or what it returned for the same content of ``tensor`` and the same ``key``."""
-        value = self.find(tensor, key)
-        if value is None:
-            value = make()
-            if not tensor.is_inference():
-                self._kept[tensor] = _state(tensor, key), value
-        return value
-
-    def find(self, tensor: torch.Tensor, key: Any) -> Any:
-        """What ``get`` would give without making it, or None."""
-        kept = None if tensor.is_inference() else self._kept.get(tensor)
-        return kept[1] if kept is not None and kept[0] == _state(tensor, key) else None
-
-
-def _state(tensor: torch.Tensor, key: Any) -> tuple:
-    return tensor._version, tensor.data_ptr(), tensor.stride(), key
+        if tensor.is_inference():
+            return make()
+        state = tensor._version, tensor.data_ptr(), tensor.stride(), key
+        kept = self._kept.get(tensor)
+        if kept is None or kept[0] != state:
+            kept = self._kept[tensor] = state, make()
+        return kept[1]

@@ -6,6 +6,7 @@ backward reads (``kept_width``). Packed weights have the one public layout.
 Autocast stays on inside a registered op and would turn exact products into rounded ones; every body switches it off.
 """
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -16,9 +17,10 @@ from kernels.bitlinear.packing import packed_width, require_valid_codes
 from kernels.common import is_checked, is_plain_call, refuse_forward_ad, without_autocast
 
 MaybeTensor = torch.Tensor | None
-_valid = Memo()
+_prepared = Memo()
 
 
+@functools.cache
 def _implementation(impl: str) -> ModuleType:
     return importlib.import_module(f"kernels.bitlinear.{impl}")  # Triton is imported when it is first used
 
@@ -61,12 +63,17 @@ def _packed_linear(
     eps: float, norm: bool, dtype: torch.dtype, impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``linear`` of given packed weights: checked, and prepared by eager, once for as long as they do not change."""
-    if is_checked(packed.device):
-        _valid.get(packed, None, lambda: require_valid_codes(packed) or True)
+    implementation, columns, checked = _implementation(impl), x.shape[1], is_checked(packed.device)
+
+    def prepare() -> list:
+        if checked:
+            require_valid_codes(packed)
+        return implementation.prepare(packed, columns) if impl == "eager" and not packed.is_inference() else []
+
+    prepared = _prepared.get(packed, (columns, impl, checked), prepare)
+    given = (x, packed, scale, norm_weight, bias, eps, norm, dtype)
     with without_autocast(x):
-        if impl == "eager":
-            _implementation(impl).keep_prepared(packed, x.shape[1])
-        return _implementation(impl).linear(x, packed, scale, norm_weight, bias, eps, norm, dtype)
+        return implementation.linear(*given, prepared) if impl == "eager" else implementation.linear(*given)
 
 
 @linear.register_fake
