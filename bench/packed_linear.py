@@ -185,6 +185,8 @@ def microseconds(timing: Any) -> dict[str, float]:
 class Body:
     """All 126 linear layers of the body, each with weights of its own: too large for a cache in fp32, as in generation."""
 
+    WIDTHS = (640, 1024, 2048)
+
     def __init__(self) -> None:
         import torch
 
@@ -192,7 +194,7 @@ class Body:
 
         self.weights = [torch.randn(n, k) for k, n in BODY]
         self.packed = [pack_ternary(weight) for weight in self.weights]
-        self.x = {k: torch.randn(1, k) for k in (640, 1024, 2048)}
+        self.x = {k: torch.randn(1, k) for k in self.WIDTHS}
 
     def fp32(self) -> None:
         from torch.nn.functional import linear
@@ -246,10 +248,19 @@ def parse_numbers(text: str, separator: str, flag: str) -> list[int]:
         raise UsageError(f"{flag}: expected whole numbers from 1, got {text!r}") from error
 
 
+def parse_layer(text: str) -> list[int]:
+    from models.errors import UsageError
+
+    sizes = parse_numbers(text, "x", "--layers")
+    if len(sizes) != 2:
+        raise UsageError(f"--layers: expected KxN, such as 640x2048, got {text!r}")
+    return sizes
+
+
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     counts = parse_numbers(arguments.rows, ",", "--rows")
-    layers = [parse_numbers(text, "x", "--layers") for text in arguments.layers.split(",")]
+    layers = [parse_layer(text) for text in arguments.layers.split(",")]
     import torch
 
     from bench import report

@@ -178,7 +178,9 @@ def wants_gradient(tensor: torch.Tensor) -> bool:
 
 def is_plain_call(*tensors: torch.Tensor | None) -> bool:
     """Whether nothing but values is asked for: no gradient, no compiler, no transform, no mode that wants to see the op."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
         return False
     return all(t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and not wants_gradient(t)) for t in tensors)
 
