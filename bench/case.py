@@ -53,6 +53,8 @@ class Provider:
     peer           whether it runs only with --peers
     missing        device -> "" when the provider can run there, else one line that says why not, and what to install
     needs          shape -> bytes it needs at its peak in fp32 (roughly), so that a shape that does not fit is skipped
+    refuses        shape -> "" or why it cannot run at that shape; only for a provider of another function
+    trains         whether it has a backward; a provider of another function may compute the forward direction only
     """
 
     name: str
@@ -61,6 +63,8 @@ class Provider:
     peer: bool = False
     missing: Callable[[str], str] = lambda device: ""
     needs: Callable[[Shape], int] = lambda shape: 0
+    refuses: Callable[[Shape], str] = lambda shape: ""
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ class Op:
     @property
     def directions(self) -> tuple[str, ...]:
         return (FORWARD, FORWARD_BACKWARD) if self.differentiable else (FORWARD,)
+
+    def directions_of(self, provider: Provider) -> tuple[str, ...]:
+        return self.directions if provider.trains else (FORWARD,)
 
     def make_inputs(self, shape: Shape, setting: "Setting") -> dict[str, torch.Tensor]:
         """Seeded inputs of ``shape`` on the setting's device, floating ones in its dtype."""

@@ -49,7 +49,7 @@ def time_cold(op: Op, providers: Sequence[Provider], shape: Shape, setting: Sett
     found = {}
     for direction in op.directions:
         calls = {}
-        for provider in providers:
+        for provider in (provider for provider in providers if direction in op.directions_of(provider)):
             copies = [Copy(provider.build(its, shape), one) for its, one in zip(inputs, gradients, strict=True)]
             try:
                 calls[provider.name] = replay(copies, direction)

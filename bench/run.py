@@ -57,10 +57,14 @@ def sweep_shapes(base: Shape, sweeps: Mapping[str, Sequence[int]]) -> list[Shape
 
 
 def fitting(providers: Sequence[Provider], shape: Shape, device: str) -> list[Provider]:
-    """The providers whose rough need fits into the memory available now; each other one is said."""
+    """The providers that take the shape and whose rough need fits into the memory available now; each other one is said."""
+    for provider in providers:
+        if reason := provider.refuses(shape):
+            print(f"skipping {provider.name} at {report.shape_text(shape)}: {reason}")
+    providers = [provider for provider in providers if not provider.refuses(shape)]
     available = memory.available_bytes(device)
     if available is None:
-        return list(providers)
+        return providers
     fits = [provider for provider in providers if provider.needs(shape) <= ROOM * available]
     for provider in providers:
         if provider not in fits:
@@ -77,7 +81,7 @@ def measure_memory(plan: Plan, fits: Sequence[Sequence[Provider]]) -> list[dict[
         shapes = [plan.shapes[i] for i in places]
         if sys.stderr.isatty():
             print(f"measuring the memory of {provider.name}", file=sys.stderr)
-        rows = memory.measure(plan.op.name, provider.name, shapes, plan.op.directions, plan.setting)
+        rows = memory.measure(plan.op.name, provider.name, shapes, plan.op.directions_of(provider), plan.setting)
         for i, row in zip(places, rows, strict=True):
             found[i] |= {(provider.name, direction): extra for direction, extra in row.items()}
     if any(None in row.values() for row in found):
@@ -96,7 +100,8 @@ def measure_shape(
     found = {}
     for direction in op.directions:
         least = op.least_bytes(inputs, gradient, direction)
-        calls = {name: stopwatch(one, direction, gradient) for name, one in prepared.items()}
+        going = [provider.name for provider in providers if direction in op.directions_of(provider)]
+        calls = {name: stopwatch(prepared[name], direction, gradient) for name in going}
         for name, seconds in interleave(calls, plan.effort).items():
             key = name, direction
             known = extra[key], prepared[name].held_bytes(), errors[name].get(direction)

@@ -167,12 +167,22 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """A block with autocast off for the tensor's device; meta tensors know no autocast, so there is nothing to turn off."""
     device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else contextlib.nullcontext()
 
 
 def wants_gradient(tensor: torch.Tensor) -> bool:
     """Whether autograd may ask for the gradient of ``tensor``; a tensor mapped by ``torch.func.vmap`` does not say so itself."""
     return torch.is_grad_enabled() and _unbatched(tensor).requires_grad
+
+
+def is_plain_call(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing but values is asked for: no gradient, no compiler, no transform, no mode that wants to see the op."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return all(t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and not wants_gradient(t)) for t in tensors)
 
 
 def refuse_forward_ad(op: str, *tensors: torch.Tensor | None) -> None:

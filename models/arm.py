@@ -39,6 +39,10 @@ class ModelDescription:
             self, arm=dataclasses.replace(self.arm, impl=impl), body=dataclasses.replace(self.body, impl=impl)
         )
 
+    def as_packed(self) -> "ModelDescription":
+        """The same model with its bitnet layers packed for inference."""
+        return dataclasses.replace(self, body=dataclasses.replace(self.body, packed=True))
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

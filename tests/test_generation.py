@@ -8,13 +8,14 @@ import torch
 from test_arms import make
 
 from kernels.code_loss import sample_scores
-from models.bodies.layers import PackedBitLinear, pack_linears
+from models.bodies.layers import PackedBitLinear
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.generation.loop import Piece, Timing, complete, generate, noise_position, prompt_ids
 from models.generation.output import TextOutput
 from models.generation.settings import GenerationSettings
 from models.generation.text import TextStream
+from models.packed.export import pack_model
 
 PROMPTS = ["The river", "", "In winter the captain remembers a letter near the old mill. The horse", "São", "The river"]
 ARMS = [
@@ -114,7 +115,7 @@ def test_packed_linears_give_the_same_tokens(data_dir, tokenizer):
     model = lively(data_dir, *ARMS[2], dtype=torch.float32)
     settings = GenerationSettings(max_tokens=8)
     before = complete(model, tokenizer, PROMPTS[:2], settings)
-    pack_linears(model.body)
+    model = pack_model(model)
     assert sum(isinstance(m, PackedBitLinear) for m in model.modules()) == 6 * 7
     assert complete(model, tokenizer, PROMPTS[:2], settings) == before
 

@@ -100,9 +100,9 @@ def admit(
 def extra_memory(op: Op, provider: Provider, shape: Shape, setting: Setting) -> dict[tuple[str, str], int | None]:
     """(provider, direction) -> extra bytes, measured in this process."""
     if setting.device == "cpu" and not memory.can_reset_peak():
-        return {(provider.name, direction): None for direction in op.directions}
+        return {(provider.name, direction): None for direction in op.directions_of(provider)}
     peak = memory.peak_above_baseline if setting.device == "cpu" else memory.cuda_peak_above_baseline
-    (found,) = memory.measure_here(op, provider, [shape], op.directions, setting, peak, warm=shape)
+    (found,) = memory.measure_here(op, provider, [shape], op.directions_of(provider), setting, peak, warm=shape)
     return {(provider.name, direction): extra for direction, extra in found.items()}
 
 

@@ -93,6 +93,9 @@ def packed_bit_linear(
 
     packed uint8 [N, ceil(K/4)] and scale (floating, [] or [N]) come from ``pack_ternary``. Differentiable once, in x, norm_weight
     and bias. Raises as ``bit_linear`` does, and ValueError (checked mode) when packed holds the code 3.
+
+    packed is checked once and, by "eager" on an x86 CPU, kept at a byte a weight beside its two bits while it lives (``memo.py``):
+    write to it by PyTorch's own operations, not through ``.data`` or NumPy. Made in inference mode, it is decoded in each call.
     """
     _require_input("packed_bit_linear", x, norm_weight, bias, norm)
     eps = require_number("packed_bit_linear", "eps", eps, 0, above=True)

@@ -6,17 +6,21 @@ backward reads (``kept_width``). Packed weights have the one public layout.
 Autocast stays on inside a registered op and would turn exact products into rounded ones; every body switches it off.
 """
 
+import functools
 import importlib
 from types import ModuleType
 
 import torch
 
+from kernels.bitlinear.memo import Memo
 from kernels.bitlinear.packing import packed_width, require_valid_codes
-from kernels.common import refuse_forward_ad, without_autocast
+from kernels.common import is_checked, is_plain_call, refuse_forward_ad, without_autocast
 
 MaybeTensor = torch.Tensor | None
+_prepared = Memo()
 
 
+@functools.cache
 def _implementation(impl: str) -> ModuleType:
     return importlib.import_module(f"kernels.bitlinear.{impl}")  # Triton is imported when it is first used
 
@@ -48,9 +52,28 @@ def linear(
 
     ``weight`` is not read: it is an argument so that its straight-through gradient has somewhere to go.
     """
-    require_valid_codes(packed)
+    if weight is None:
+        return _packed_linear(x, packed, scale, norm_weight, bias, eps, norm, dtype, impl)
     with without_autocast(x):
         return _implementation(impl).linear(x, packed, scale, norm_weight, bias, eps, norm, dtype)
+
+
+def _packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, norm_weight: MaybeTensor, bias: MaybeTensor,
+    eps: float, norm: bool, dtype: torch.dtype, impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``linear`` of given packed weights: checked, and prepared by eager, once for as long as they do not change."""
+    implementation, columns, checked = _implementation(impl), x.shape[1], is_checked(packed.device)
+
+    def prepare() -> list:
+        if checked:
+            require_valid_codes(packed)
+        return implementation.prepare(packed, columns) if impl == "eager" and not packed.is_inference() else []
+
+    prepared = _prepared.get(packed, (columns, impl, checked), prepare)
+    given = (x, packed, scale, norm_weight, bias, eps, norm, dtype)
+    with without_autocast(x):
+        return implementation.linear(*given, prepared) if impl == "eager" else implementation.linear(*given)
 
 
 @linear.register_fake
@@ -146,4 +169,6 @@ def packed_bit_linear(
 ) -> torch.Tensor:  # fmt: skip
     """x [M, K], packed uint8 [N, ceil(K/4)] -> [M, N] in ``dtype``"""
     refuse_forward_ad("packed_bit_linear", x, scale, norm_weight, bias)
+    if is_plain_call(x, packed, scale, norm_weight, bias):  # a registered op takes as long as a few small ones
+        return _packed_linear(x, packed, scale, norm_weight, bias, eps, norm, dtype, impl)[0]
     return linear(x, None, packed, scale, norm_weight, bias, eps, norm, dtype, impl)[0]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models.bodies.cache import KVCache, LayerCache
-from models.bodies.layers import BitLinear, FloatLinear, LinearKind, RMSNorm, Rotary, window_mask
+from models.bodies.layers import BitLinear, FloatLinear, LinearKind, PackedBitLinear, RMSNorm, Rotary, window_mask
 from models.errors import UsageError
 
 LINEARS = ("float", "bitnet")
@@ -37,6 +37,7 @@ class BodyConfig:
     init_std: float = 0.02
     linear: str = "float"  # float: ordinary linear layers; bitnet: kernels.bitlinear
     bitnet_scale: str = "tensor"  # of the ternary weights: one scale per matrix, or one per output row
+    packed: bool = False  # bitnet layers hold 2-bit weights, for inference only (models/packed)
     impl: str = "auto"  # of kernels.bitlinear
     activation_checkpointing: bool = False  # recompute each block in backward instead of keeping its activations
 
@@ -62,7 +63,7 @@ class BodyConfig:
 
     @property
     def linear_kind(self) -> LinearKind:
-        return LinearKind(self.linear, self.bitnet_scale, self.impl)
+        return LinearKind(self.linear, self.bitnet_scale, self.impl, self.packed)
 
     def counts(self) -> dict[str, int]:
         """The settings that must be whole numbers of at least 1."""
@@ -81,6 +82,8 @@ class BodyConfig:
             found.append(f"linear must be one of {', '.join(LINEARS)}, got {self.linear!r}")
         if self.bitnet_scale not in ("tensor", "row"):
             found.append(f"bitnet_scale must be tensor or row, got {self.bitnet_scale!r}")
+        if self.packed and self.linear != "bitnet":
+            found.append(f"packed needs linear bitnet, whose weights are ternary; got linear {self.linear!r}")
         if not all(_is_count(v) for v in (self.width, self.heads, self.key_heads)):
             return found
         if self.head_dim is None and self.width % self.heads:
@@ -190,7 +193,8 @@ class Body(nn.Module, ABC):
         with keys and with values), averaged over the positions of the causal, windowed mask actually used. Norms,
         activations, rotations and recomputation are left out.
         """
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, FloatLinear | BitLinear))
+        linears = (m for m in self.modules() if isinstance(m, FloatLinear | BitLinear | PackedBitLinear))
+        weights = sum(m.in_features * m.out_features for m in linears)
         attended = sum(_mean_attended(seq_len, window) for window in self.config.windows)
         return 6 * weights + 12 * self.config.heads * self.config.head_width * attended
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels.bitlinear import bit_linear, pack_ternary, packed_bit_linear
+from kernels.bitlinear import bit_linear, packed_bit_linear
+from kernels.bitlinear.packing import has_invalid_codes, packed_width
 from models.bodies.cache import LayerCache
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -34,6 +35,7 @@ class BitLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, scale: str, impl: str) -> None:
         super().__init__()
+        self.in_features, self.out_features = inputs, outputs
         self.scale, self.impl = scale, impl
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
@@ -43,30 +45,38 @@ class BitLinear(nn.Module):
         return bit_linear(x, self.weight, bias=self.bias, scale=self.scale, impl=self.impl)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}, scale={self.scale}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scale={self.scale}"
 
 
 class PackedBitLinear(nn.Module):
-    """What a BitLinear computes, from its ternary weights at 2 bits each; the masters are gone, so it cannot be trained."""
+    """A trained ``BitLinear`` for inference: the same numbers from 2-bit weights (``kernels.bitlinear.pack_ternary``).
 
-    def __init__(self, layer: BitLinear) -> None:
+    Buffers: packed uint8 [out, ceil(in/4)] (at first all weights 0) and scale fp32, [] or [out]; bias [out] as in ``BitLinear``.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, scale: str, impl: str) -> None:
         super().__init__()
-        packed, scale = pack_ternary(layer.weight, layer.scale, impl=layer.impl)
-        self.register_buffer("packed", packed)
-        self.register_buffer("scale", scale)
-        self.bias, self.impl = layer.bias, layer.impl
+        self.in_features, self.out_features, self.impl = inputs, outputs, impl
+        zeros = 0b01_01_01_01  # four times the code of weight 0
+        self.register_buffer("packed", torch.full((outputs, packed_width(inputs)), zeros, dtype=torch.uint8))
+        self.register_buffer("scale", torch.ones(outputs if scale == "row" else ()))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]"""
         return packed_bit_linear(x, self.packed, self.scale, bias=self.bias, impl=self.impl)
 
+    def fault(self) -> str:
+        """What is wrong with the values that were loaded, with the tensor's name; "" when nothing is."""
+        if self.packed.dtype != torch.uint8 or self.scale.dtype != torch.float32:
+            return f"packed must be uint8 and scale float32, got {self.packed.dtype} and {self.scale.dtype}".replace("torch.", "")
+        if has_invalid_codes(self.packed):
+            return "packed holds the 2-bit code 3, which no ternary weight has"
+        return "" if self.scale.isfinite().all() else "scale is not finite"
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every BitLinear inside ``module`` by its packed form. The numbers stay the same."""
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, BitLinear):
-                setattr(parent, name, PackedBitLinear(child))
+    def extra_repr(self) -> str:
+        scale = "row" if self.scale.dim() else "tensor"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scale={scale}"
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,12 @@ class LinearKind:
     kind: str = "float"  # or "bitnet"
     scale: str = "tensor"  # bitnet: one weight scale per matrix ("tensor") or per output row ("row")
     impl: str = "auto"  # bitnet: implementation asked for (models/ops.py)
+    packed: bool = False  # bitnet: 2-bit weights, for inference
 
-    def make(self, inputs: int, outputs: int, bias: bool = False) -> FloatLinear | BitLinear:
+    def make(self, inputs: int, outputs: int, bias: bool = False) -> FloatLinear | BitLinear | PackedBitLinear:
         """A layer [..., inputs] -> [..., outputs], its values not yet filled."""
         if self.kind == "bitnet":
-            return BitLinear(inputs, outputs, bias, self.scale, self.impl)
+            return (PackedBitLinear if self.packed else BitLinear)(inputs, outputs, bias, self.scale, self.impl)
         return FloatLinear(inputs, outputs, bias=bias)
 
 

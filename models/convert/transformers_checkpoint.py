@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.arm import LanguageModel, ModelDescription, build_model
+from models.arm import LanguageModel, ModelDescription
 from models.convert.transformers_models import describe_model, is_tied, model_weights
 from models.errors import UserError
 from models.settings import DataSettings, RunSettings, TrainSettings
-from models.training.checkpoint import Snapshot, write_checkpoint
-from models.vocab.fixed_data import blank_data
+from models.training.checkpoint import Snapshot, blank_model, write_checkpoint
 from models.vocab.packages import PACKAGED, need, packaged_gguf
 from models.vocab.tokenizer import Tokenizer, load_tokenizer
 
@@ -65,8 +64,7 @@ def from_transformers(hf: nn.Module) -> LanguageModel:
     """
     tied = is_tied(hf)
     description = describe_model(hf.config, tied)
-    with torch.device("meta"):
-        model = build_model(description, blank_data(description.arm, description.vocab_size, 0))
+    model = blank_model(description)
     try:
         model.load_state_dict(model_weights(hf, tied), strict=True, assign=True)
     except RuntimeError as error:

@@ -3,7 +3,8 @@ with ``weights_only=True``: nothing pickled is ever executed.
 
     checkpoints/step_00000200/   model.safetensors  model.json  optimizer.pt  state.json  config.json  tokenizer.json  manifest.json
 
-``manifest.json`` holds the hash of each other file. The folder is written under another name, synced, then renamed.
+``manifest.json`` holds the hash of each other file. The folder is written under another name, synced, then renamed. A packed
+checkpoint (``python -m models.packed.export``) is the same without ``optimizer.pt``, its ternary weights at 2 bits.
 """
 
 import shutil
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from models.arm import LanguageModel, ModelDescription, build_model
+from models.bodies.layers import PackedBitLinear
 from models.errors import UserError
 from models.files import new_folder, read_json, sha256, write_json
 from models.vocab.fixed_data import blank_data
@@ -41,22 +43,35 @@ class Checkpoint:
         """Size of the weights file, fixed codes included."""
         return (self.path / "model.safetensors").stat().st_size
 
+    @property
+    def description(self) -> ModelDescription:
+        return ModelDescription.from_json(read_json(self.path / "model.json"))
+
+    def require_trainable(self) -> None:
+        """Raise UserError when training cannot go on from this checkpoint."""
+        if self.description.body.packed:
+            raise UserError(
+                f"{self.path}: packed for inference, so neither the optimizer's state nor the weights behind the ternary ones are "
+                "there: training cannot go on from it; use the checkpoint that it was made from"
+            )
+        if not (self.path / "optimizer.pt").exists():
+            raise UserError(f"{self.path}: holds no optimizer state (it was converted), so training cannot go on from it")
+
     def load_model(self, impl: str | None = None) -> LanguageModel:
         """The model, in evaluation mode on the CPU. Fixed data (codes, bytes, prior) come from the checkpoint too.
 
         ``impl`` replaces the implementation of the ops that the run used.
         """
-        description = ModelDescription.from_json(read_json(self.path / "model.json"))
+        description = self.description
         if impl:
             description = description.with_impl(impl)
-        with torch.device("meta"):
-            blank = blank_data(description.arm, description.vocab_size, description.code_bits)
-            model = build_model(description, blank)
+        model = blank_model(description)
         load_weights(model, self.path / "model.safetensors", assign=True)
         return model.eval()
 
     def load_into(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
         """Put the saved weights and optimizer state into ``model`` and ``optimizer``."""
+        self.require_trainable()
         load_weights(model, self.path / "model.safetensors", assign=False)
         path = self.path / "optimizer.pt"
         try:
@@ -65,12 +80,24 @@ class Checkpoint:
             raise UserError(f"{path}: cannot be loaded as optimizer state ({error})") from error
 
 
+def blank_model(description: ModelDescription) -> LanguageModel:
+    """The model on the meta device: every shape and no value."""
+    with torch.device("meta"):
+        return build_model(description, blank_data(description.arm, description.vocab_size, description.code_bits))
+
+
 def load_weights(model: LanguageModel, path: Path, assign: bool) -> None:
-    """Load ``path`` strictly into ``model``; UserError lists what does not fit."""
+    """Load ``path`` strictly into ``model``; UserError lists what does not fit, or names a packed tensor that is impossible."""
     try:
         model.load_state_dict(load_file(path), strict=True, assign=assign)
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{path}: does not fit the model it claims to be ({error})") from error
+    for name, module in model.named_modules():
+        if isinstance(module, PackedBitLinear) and (fault := module.fault()):
+            raise UserError(
+                f"{path}: {name}.{fault}: the file is damaged or was packed by another program; pack the trained checkpoint again "
+                "(python -m models.packed.export)"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,7 +125,7 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
 
 
 def write_checkpoint(path: Path, snapshot: Snapshot) -> None:
-    """Write the folder ``path``, which must not exist, wholly or not at all. UserError when the disk refuses."""
+    """Write the folder ``path``, which must not exist, whole or not at all. UserError when the disk refuses."""
     try:
         with new_folder(path) as temporary:
             _write_files(temporary, snapshot)

@@ -75,6 +75,7 @@ class Run:
         record(out, settings, self.facts | session)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
+        checkpoint.require_trainable()
         refuse_changes(from_nested(checkpoint.config), self.settings, checkpoint.path)
         for what, now in self.facts.items():
             if checkpoint.state[what] != now:
