@@ -31,6 +31,8 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
     """Score each checkpoint and print the table. Returns the exit code."""
     if arguments.rows < 0:
         raise UsageError(f"--rows must not be negative, got {arguments.rows}")
+    if arguments.hf or not arguments.paths:
+        raise UsageError("validation text is scored for a run or a checkpoint: name one; a transformers model (--hf) needs --tasks")
     device = choose_device(arguments.device)
     found = [checkpoint for path in arguments.paths for checkpoint in expand(Path(path))]
     arms = [arm_to_score(checkpoint, arguments.impl) for _, checkpoint in found]
