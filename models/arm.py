@@ -5,14 +5,14 @@ The body's initial weights depend on the seed only, so that arms with one seed s
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from models.bodies import BODIES, BodyConfig
+from models.bodies import BODIES, BodyConfig, KVCache
 from models.errors import UserError, unknown_name
 from models.settings import ArmSettings, from_nested
 from models.vocab.fixed_data import FixedData, id_bits, uses_codes
@@ -68,12 +68,19 @@ class LanguageModel(nn.Module):
         self.codes = codes
         self.interface, self.body, self.head = interface, body, head
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [B, T] -> last hidden states [B, T, d], normalised."""
+    def forward(self, ids: Tensor, cache: KVCache | None = None, counts: Sequence[int] | None = None) -> Tensor:
+        """Token ids [B, T] -> last hidden states [B, T, d], normalised; ``cache`` and ``counts`` as in ``Body.forward``."""
         x = self.interface(ids)
         if self.description.input_scale != 1.0:
             x = x * self.description.input_scale
-        return self.body(x)
+        return self.body(x, cache, counts)
+
+    def last_hidden(self, ids: Tensor, counts: Sequence[int] | None = None, cache: KVCache | None = None) -> Tensor:
+        """The hidden state [B, d] of each row's last token: its ``counts[i]``-th (None: all rows are whole, without padding)."""
+        hidden = self(ids, cache, counts)
+        if counts is None:
+            return hidden[:, -1]
+        return hidden[torch.arange(len(counts), device=ids.device), torch.tensor(counts, device=ids.device) - 1]
 
     def loss(self, ids: Tensor, targets: Tensor, denominator: float) -> Tensor:
         """Sum of the targets' negative log-likelihoods in nats over ``denominator``."""

@@ -7,7 +7,7 @@ import torch
 from support import LargestTensor, assert_as_accurate
 from test_code_loss import problem, with_gradients
 
-from kernels.code_loss import code_argmax, code_logits, code_sample, code_topk, decode, sampling
+from kernels.code_loss import code_argmax, code_logits, code_sample, code_topk, decode, sample_scores, sampling
 from kernels.sign_code import pack_sign_codes
 
 SHAPES = [(1, 1, 1), (31, 33, 5), (257, 510, 70), (20000, 64, 3), (16385, 512, 1)]
@@ -141,6 +141,23 @@ def test_samples_follow_the_filtered_softmax(options):
     assert ((found - expected).abs() <= 4.5 * (expected * (1 - expected) / DRAWS).sqrt()).all()
 
 
+@pytest.mark.parametrize("options", [*FILTERS, {"temperature": 0}], ids=str)
+def test_stored_scores_draw_the_same_tokens_as_packed_codes(options, monkeypatch):
+    options = dict(options)
+    softcap = options.pop("softcap", None)
+    hidden, _, codes, prior, _ = problem(3000, 64, 70, torch.float32)
+    hidden[3], hidden[20, 1] = math.nan, math.inf
+    positions = torch.randint(1 << 40, (7, 10))
+    drawn = code_sample(hidden.view(7, 10, 64), codes, prior, seed=9, positions=positions, softcap=softcap, **options)
+    scores = code_logits(hidden.view(7, 10, 64), codes, prior, softcap=softcap)
+    before = scores.clone()
+    assert torch.equal(drawn, sample_scores(scores, seed=9, positions=positions, **options))
+    monkeypatch.setattr(decode, "_DECODE_CHUNK", 777)
+    assert torch.equal(drawn[2:4], sample_scores(scores[2:4], seed=9, positions=positions[2:4], **options))
+    assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+    assert sample_scores(scores[:0], seed=9).shape == (0, 10)
+
+
 def test_ties_at_the_edge_of_top_p_keep_the_lowest_ids():
     codes = torch.zeros(10, 2, dtype=torch.int32)  # ten equal tokens
     hidden = torch.randn(1, 64).expand(400, 64)
@@ -225,6 +242,10 @@ def test_compiled_equals_eager_and_inputs_are_unchanged():
         (lambda h, c, p: code_sample(h, c, p, seed=0, top_p=0), ValueError, "top_p must be a finite number > 0 and <= 1; got 0"),
         (lambda h, c, p: code_sample(h, c, p, seed=0, min_p=2), ValueError, "min_p must be a finite number >= 0 and <= 1"),
         (lambda h, c, p: code_sample(h, c, p, seed=0, positions=torch.arange(3)), ValueError, r"positions must have shape \[11\]"),
+        (lambda h, c, p: sample_scores(h, seed=0, top_k=65), ValueError, "sample_scores: top_k must be an integer from 1 to 64"),
+        (lambda h, c, p: sample_scores(c, seed=0), TypeError, "sample_scores: scores must be float64"),
+        (lambda h, c, p: sample_scores(h[:, :0], seed=0), ValueError, "with V >= 1"),
+        (lambda h, c, p: sample_scores(h, seed=0, positions=torch.arange(3)), ValueError, r"positions must have shape \[11\]"),
     ],
 )
 def test_bad_arguments(call, error, message):

@@ -5,16 +5,26 @@ the log unigram frequency (Bathula, "Embeddings Are Overpriced?", arXiv 2610.224
 the prior included. Codes stay packed (``kernels.sign_code``): V x K bits instead of V x K numbers.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from kernels.common import autocast_dtype, refuse_forward_ad, require_number, select_impl, wants_gradient, without_autocast
+from kernels.common import (
+    autocast_dtype,
+    refuse_forward_ad,
+    require_dtype,
+    require_number,
+    select_impl,
+    wants_gradient,
+    without_autocast,
+)
+from kernels.segments import accumulation_dtype
 
 from . import checks, decode, naive, sampling
 from . import op as registered
 
-__all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk"]
+__all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk", "sample_scores"]
 
 AVAILABLE = ("naive", "eager", "fused")
 
@@ -196,22 +206,49 @@ def code_sample(
     """
     op = "code_sample"
     rows = _token_rows(op, hidden, codes, prior).detach()
-    seed, temperature = checks.require_integer(op, "seed", seed), require_number(op, "temperature", temperature, 0)
-    top_k = None if top_k is None else checks.require_k(op, top_k, codes.shape[0], "top_k")
-    numbers = (top_k, require_number(op, "top_p", top_p, 0, 1, above=True), require_number(op, "min_p", min_p, 0, 1))
-    softcap = checks.require_softcap(op, softcap)
-    if positions is None:
-        positions = torch.arange(rows.shape[0], device=hidden.device)
-    else:
-        checks.require_per_token(op, "positions", positions, hidden, (torch.int32, torch.int64))
-        positions = positions.reshape(-1)
+    seed, *numbers = checks.require_sampling(op, codes.shape[0], seed, temperature, top_k, top_p, min_p)
+    softcap, positions = checks.require_softcap(op, softcap), _noise_positions(op, positions, hidden)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
     chosen, prior = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype), None if prior is None else prior.detach()
-    arguments = (rows, codes, prior, positions, seed, temperature, *numbers, softcap)
+    arguments = (rows, codes, prior, positions, seed, *numbers, softcap)
     with without_autocast(hidden):
         ids = naive.sample(*arguments) if chosen == "naive" else sampling.code_sample(*arguments, chosen)
     return ids.view(hidden.shape[:-1])
+
+
+def sample_scores(
+    scores: torch.Tensor,
+    *,
+    seed: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``code_sample`` from scores that are stored, floating [..., V]: int64 [...]. For heads without codes. Not differentiable.
+
+    The same rule and the same noise: equal scores, seed and positions give the same tokens. Plain PyTorch. Arguments and errors as
+    in ``code_sample``.
+    """
+    op = "sample_scores"
+    require_dtype(op, "scores", scores, checks.FLOATS)
+    if scores.dim() == 0 or scores.shape[-1] == 0:
+        raise ValueError(f"{op}: scores must have shape [..., V] with V >= 1, got {list(scores.shape)}")
+    seed, *numbers = checks.require_sampling(op, scores.shape[-1], seed, temperature, top_k, top_p, min_p)
+    positions = _noise_positions(op, positions, scores)
+    rows = scores.detach().reshape(-1, scores.shape[-1])
+    ids = sampling.sample_scores(rows.to(accumulation_dtype(rows.dtype)), positions, seed, sampling.Filter(*numbers))
+    return ids.view(scores.shape[:-1])
+
+
+def _noise_positions(op: str, positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """``positions`` flattened to [T], by default 0, 1, ...; checked against ``rows`` [..., anything]."""
+    if positions is None:
+        return torch.arange(math.prod(rows.shape[:-1]), device=rows.device)
+    checks.require_per_token(op, "positions", positions, rows, (torch.int32, torch.int64))
+    return positions.reshape(-1)
 
 
 def _token_rows(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:

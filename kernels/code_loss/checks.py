@@ -103,3 +103,16 @@ def require_integer(op: str, name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{op}: {name} must be a 64-bit integer; got {value!r}")
     return value
+
+
+def require_sampling(
+    op: str, vocabulary: int, seed: object, temperature: object, top_k: object, top_p: object, min_p: object
+) -> tuple[int, float, int | None, float, float]:
+    """What sampling takes, in that order; ValueError for the first that lies outside its range (see ``code_sample``)."""
+    return (
+        require_integer(op, "seed", seed),
+        require_number(op, "temperature", temperature, 0),
+        None if top_k is None else require_k(op, top_k, vocabulary, "top_k"),
+        require_number(op, "top_p", top_p, 0, 1, above=True),
+        require_number(op, "min_p", min_p, 0, 1),
+    )

@@ -38,6 +38,11 @@ def score_chunks(
         yield start, chunk_scores(tables, byte_rows(codes[start:stop], hidden.shape[1]), part, softcap, out)
 
 
+def stored_chunks(scores: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """What ``score_chunks`` yields, of scores [B, V] that are stored; the chunks must not be overwritten."""
+    return ((start, scores[:, start:stop].t()) for start, stop in spans(scores.shape[1], _DECODE_CHUNK))
+
+
 @torch.library.custom_op("tablefree::code_scores", mutates_args=())
 def code_scores(hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, impl: str) -> torch.Tensor:
     """<hidden_t, code_v> / sqrt(K) + prior_v: hidden [T, K] -> [T, V] in the accumulation dtype."""
@@ -114,7 +119,7 @@ def order_keys(scores: torch.Tensor) -> torch.Tensor:
     return torch.where(scores.isnan(), math.inf, scores)
 
 
-def _chunk_topk(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chunk_topk(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of each row of scores [B, n], equal ones by place: (values, places) [B, k].
 
     ``torch.topk`` finds the k-th value but may return any of the places that hold it, so places are chosen by a second one
@@ -137,7 +142,7 @@ def block_topk(
     values = hidden.new_empty(hidden.shape[0], 0, dtype=accumulation_dtype(hidden.dtype))
     ids = hidden.new_empty(hidden.shape[0], 0, dtype=torch.int64)
     for start, scores in score_chunks(hidden, codes, prior, softcap):
-        more, places = _chunk_topk(scores.t().contiguous(), min(k, scores.shape[0]))
+        more, places = chunk_topk(scores.t().contiguous(), min(k, scores.shape[0]))
         # Earlier chunks hold lower ids, so a stable sort of old then new keeps the lowest id first among equals.
         values, ids = torch.cat((values, more), 1), torch.cat((ids, places + start), 1)
         order = order_keys(values).sort(dim=1, descending=True, stable=True).indices[:, :k]

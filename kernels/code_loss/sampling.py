@@ -12,12 +12,14 @@ Among tokens exactly at it, the lowest ids are kept.
 """
 
 import dataclasses
+import functools
 import importlib
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 
-from .decode import block_topk, order_keys, score_chunks
+from .decode import block_topk, chunk_topk, order_keys, score_chunks, stored_chunks
 from .scoring import spans
 
 _ROWS = 16
@@ -25,6 +27,7 @@ _ROWS = 16
 _UNIT = float(1 << 40)
 _BINS = 1 << 16
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+Chunks = Callable[[], Iterator[tuple[int, torch.Tensor]]]  # a pass over the vocabulary: (start, scores [n, B]) of each chunk
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
@@ -121,13 +124,13 @@ def _descend(sums: torch.Tensor, above: torch.Tensor, wanted: torch.Tensor) -> t
     return found, (reached.gather(1, place[:, None]) - sums.gather(1, found[:, None]))[:, 0]
 
 
-def _find_cut(operands: tuple, top: torch.Tensor, options: Filter) -> _Cut:
+def _find_cut(chunks: Chunks, top: torch.Tensor, options: Filter) -> _Cut:
     """A pass over the vocabulary for every 16 bits of a score; see the module's text."""
     above = torch.zeros(top.shape, dtype=torch.int64, device=top.device)
     found = wanted = None
     for shift in range(top.itemsize * 8 - 16, -1, -16):
         sums = above.new_zeros(top.shape[0], _BINS)
-        for _, scores in score_chunks(*operands):
+        for _, scores in chunks():
             bits, masses = _ordered_bits(scores) >> shift, _masses(_gaps(scores, top, options.temperature))
             if found is None:
                 bins = bits + _BINS // 2  # the highest bits carry the sign
@@ -141,12 +144,12 @@ def _find_cut(operands: tuple, top: torch.Tensor, options: Filter) -> _Cut:
     return _Cut(found, above, wanted)
 
 
-def _from_all(operands: tuple, top: torch.Tensor, positions: torch.Tensor, seed: int, options: Filter) -> torch.Tensor:
+def _from_all(chunks: Chunks, top: torch.Tensor, positions: torch.Tensor, seed: int, options: Filter) -> torch.Tensor:
     """Sample among all tokens whose largest score is ``top`` [B] -> ids [B]."""
-    cut = _find_cut(operands, top, options) if options.top_p < 1 else None
+    cut = _find_cut(chunks, top, options) if options.top_p < 1 else None
     best = torch.full(top.shape, -math.inf, dtype=torch.float64, device=top.device)
     chosen = torch.zeros(top.shape, dtype=torch.int64, device=top.device)
-    for start, scores in score_chunks(*operands):
+    for start, scores in chunks():
         gaps = _gaps(scores, top, options.temperature)
         ids = torch.arange(start, start + scores.shape[0], device=top.device)
         noisy = gaps + gumbel(seed, positions[None], ids[:, None])
@@ -158,6 +161,27 @@ def _from_all(operands: tuple, top: torch.Tensor, positions: torch.Tensor, seed:
         chosen = torch.where(value > best, place + start, chosen)
         best = torch.maximum(best, value)
     return chosen
+
+
+def _draw(
+    values: torch.Tensor, ids: torch.Tensor, chunks: Chunks, positions: torch.Tensor, seed: int, options: Filter
+) -> torch.Tensor:
+    """One token per row, given the ``top_k`` best (or the best one), best first: values and ids [B, k] -> ids [B]."""
+    if options.top_k is None:
+        chosen = _from_all(chunks, values[:, 0], positions, seed, options)
+    else:
+        chosen = _from_list(values, ids, positions, seed, options)
+    return torch.where(values[:, 0].isfinite(), chosen, ids[:, 0])
+
+
+def sample_scores(scores: torch.Tensor, positions: torch.Tensor, seed: int, options: Filter) -> torch.Tensor:
+    """Ids [T] by the same rule from stored scores fp32 or fp64 [T, V]; see ``kernels.code_loss.sample_scores``."""
+    result = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
+    for a, b in spans(scores.shape[0], _ROWS):
+        values, ids = chunk_topk(scores[a:b], options.top_k or 1)
+        chunks = functools.partial(stored_chunks, scores[a:b])
+        result[a:b] = _draw(values, ids, chunks, positions[a:b].long(), seed, options) if options.temperature else ids[:, 0]
+    return result
 
 
 @torch.library.custom_op("tablefree::code_sample", mutates_args=())
@@ -182,13 +206,9 @@ def code_sample(
         fused.sample(hidden, codes, prior, positions, seed, options, softcap, result)
         return result
     for a, b in spans(hidden.shape[0], _ROWS):
-        operands, places = (hidden[a:b], codes, prior, softcap), positions[a:b].long()
         values, ids = block_topk(hidden[a:b], codes, prior, top_k or 1, softcap)
-        if top_k is None:
-            chosen = _from_all(operands, values[:, 0], places, seed, options)
-        else:
-            chosen = _from_list(values, ids, places, seed, options)
-        result[a:b] = torch.where(values[:, 0].isfinite(), chosen, ids[:, 0])
+        chunks = functools.partial(score_chunks, hidden[a:b], codes, prior, softcap)
+        result[a:b] = _draw(values, ids, chunks, positions[a:b].long(), seed, options)
     return result
 
 

@@ -6,18 +6,20 @@ turns ids into x (and scales it: Gemma multiplies its table's rows by sqrt(d)) i
 Letters in shapes: B batch, T tokens, d width, H query heads, G key/value heads, h head width.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from models.bodies.layers import BitLinear, FloatLinear, LinearKind, RMSNorm, Rotary
+from models.bodies.cache import KVCache, LayerCache
+from models.bodies.layers import BitLinear, FloatLinear, LinearKind, RMSNorm, Rotary, window_mask
 from models.errors import UsageError
 
 LINEARS = ("float", "bitnet")
-LayerInputs = tuple[Rotary | None, torch.Tensor | None]
+BlockInputs = tuple[Rotary | None, torch.Tensor | None, LayerCache | None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _is_positive(value: object) -> bool:
 
 
 class Body(nn.Module, ABC):
-    """Base of the bodies: subclasses fill ``blocks`` and ``final_norm`` and say what each block is given."""
+    """Base of the bodies: subclasses fill ``blocks`` and ``final_norm`` and say how positions enter."""
 
     blocks: nn.ModuleList
     final_norm: nn.Module
@@ -113,26 +115,45 @@ class Body(nn.Module, ABC):
         super().__init__()
         self.config = config
 
-    @abstractmethod
-    def layer_inputs(self, x: torch.Tensor) -> list[LayerInputs]:
-        """For each block, the rotary tables and the attention mask (None where not used)."""
+    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> list[Rotary | None]:
+        """For each block the rotary tables at ``positions`` (see ``rotary_tables``), in bodies that have them."""
+        return [None] * self.config.layers
 
-    def embed_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """Add absolute positions, in bodies that have them."""
+    def embed_positions(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Add absolute positions [B, T] (None: 0 to T - 1), in bodies that have them."""
         return x
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: KVCache | None = None, counts: Sequence[int] | None = None) -> torch.Tensor:
         """x [B, T, d] (any floating dtype) -> hidden states [B, T, d] after the final norm.
 
-        Raises ValueError when x has another shape or T exceeds the context.
+        With a ``cache`` x goes on from what the cache holds, and is added to it. An empty one takes the prompts: ``counts[i]``
+        tokens of row i (None: all T), the rest of the row is padding, whose hidden states mean nothing.
+
+        Raises ValueError when x has another shape, or when its tokens exceed the context or do not fit the cache.
         """
         self._check(x)
-        x = self.embed_positions(x)
+        if cache is not None:
+            cache.advance(x.shape[0], x.shape[1], counts, x.device)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
-        for block, inputs in zip(self.blocks, self.layer_inputs(x), strict=True):
+        positions = None if cache is None else cache.positions
+        x = self.embed_positions(x, positions)
+        for block, inputs in zip(self.blocks, self._block_inputs(x, positions, cache), strict=True):
             # No dropout anywhere, hence no random state to put back for the second run.
             x = checkpoint(block, x, *inputs, use_reentrant=False, preserve_rng_state=False) if recompute else block(x, *inputs)
         return self.final_norm(x)
+
+    def _block_inputs(self, x: torch.Tensor, positions: torch.Tensor | None, cache: KVCache | None) -> Iterator[BlockInputs]:
+        """For each block: rotary tables, attention mask, cache; None where not used."""
+        caches = [None] * self.config.layers if cache is None else cache.layers
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            # While the sequence fits the window, plain causal attention is the same and needs no [T, T] mask.
+            masks = {w: window_mask(positions, w) for w in set(self.config.windows) if w is not None and w < x.shape[1]}
+        else:
+            masks = {layer.window: layer.mask() for layer in {layer.window: layer for layer in cache.layers}.values()}
+            positions = positions[:, None]
+        tables = self.rotary(positions, x.dtype)
+        return zip(tables, map(masks.get, self.config.windows), caches, strict=True)
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() != 3 or x.shape[-1] != self.config.width:

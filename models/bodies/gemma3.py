@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.bodies.base import Body, BodyConfig, LayerInputs
-from models.bodies.layers import Attention, GatedMLP, RMSNorm, Rotary, rotary_tables, window_mask
+from models.bodies.base import Body, BodyConfig
+from models.bodies.cache import LayerCache
+from models.bodies.layers import Attention, GatedMLP, RMSNorm, Rotary, rotary_tables
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Gemma3Block(nn.Module):
         )  # fmt: skip
         self.mlp = GatedMLP(config.width, config.ffn, config.linear_kind, "gelu_tanh")
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         """x [B, T, d] -> [B, T, d]"""
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotary, mask))
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotary, mask, cache))
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 
@@ -76,10 +79,8 @@ class Gemma3Body(Body):
         self.final_norm = RMSNorm(config.width, config.eps, unit_offset=True)
         self.init_weights(generator)
 
-    def layer_inputs(self, x: torch.Tensor) -> list[LayerInputs]:
-        positions, config = torch.arange(x.shape[1], device=x.device), self.config
-        # While the sequence fits the window, plain causal attention is the same and needs no [T, T] mask.
-        mask = window_mask(positions, config.window) if x.shape[1] > config.window else None
-        local = (rotary_tables(positions, config.head_width, config.theta_local, x.dtype), mask)
-        everywhere = (rotary_tables(positions, config.head_width, config.theta, x.dtype), None)
-        return [everywhere if window is None else local for window in config.windows]
+    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> list[Rotary | None]:
+        local, everywhere = (
+            rotary_tables(positions, self.config.head_width, theta, dtype) for theta in (self.config.theta_local, self.config.theta)
+        )
+        return [everywhere if window is None else local for window in self.config.windows]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.bodies.base import Body, BodyConfig, LayerInputs
+from models.bodies.base import Body, BodyConfig
 from models.bodies.layers import MLP, Attention, Block
 
 
@@ -49,9 +49,7 @@ class GPT2Body(Body):
             MLP(config.width, config.ffn, linear, bias=True),
         )
 
-    def embed_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, T, d] plus the first T rows of the position table"""
-        return x + self.position[: x.shape[1]].to(x.dtype)
-
-    def layer_inputs(self, x: torch.Tensor) -> list[LayerInputs]:
-        return [(None, None)] * self.config.layers
+    def embed_positions(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """x [B, T, d] plus the rows of the position table at ``positions`` [B, T] (None: the first T)"""
+        rows = self.position[: x.shape[1]] if positions is None else self.position[positions]
+        return x + rows.to(x.dtype)

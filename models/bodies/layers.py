@@ -2,7 +2,7 @@
 
 Everything is stateless apart from parameters: rotary tables and masks are computed from positions in each forward pass (a few
 thousand sines) and handed to the blocks. No buffer exists that ``to_empty()`` after construction on the meta device could
-turn into garbage, and a later key/value cache needs only other positions.
+turn into garbage, and the key/value cache (cache.py) needs only other positions.
 
 Letters in shapes: B batch, T tokens, d width, H query heads, G key/value heads, h head width.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels.bitlinear import bit_linear
+from kernels.bitlinear import bit_linear, pack_ternary, packed_bit_linear
+from models.bodies.cache import LayerCache
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -43,6 +44,29 @@ class BitLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}, scale={self.scale}"
+
+
+class PackedBitLinear(nn.Module):
+    """What a BitLinear computes, from its ternary weights at 2 bits each; the masters are gone, so it cannot be trained."""
+
+    def __init__(self, layer: BitLinear) -> None:
+        super().__init__()
+        packed, scale = pack_ternary(layer.weight, layer.scale, impl=layer.impl)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", scale)
+        self.bias, self.impl = layer.bias, layer.impl
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]"""
+        return packed_bit_linear(x, self.packed, self.scale, bias=self.bias, impl=self.impl)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every BitLinear inside ``module`` by its packed form. The numbers stay the same."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, BitLinear):
+                setattr(parent, name, PackedBitLinear(child))
 
 
 @dataclass(frozen=True)
@@ -84,18 +108,21 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines, each [T, h/2], of position * theta^(-2i/h) for i < h/2 (Su et al., arXiv 2104.09864).
+    """Cosines and sines, each [..., T, h/2], of position * theta^(-2i/h) for i < h/2 (Su et al., arXiv 2104.09864).
 
-    ``positions`` [T] integer. Computed in fp32, or fp64 when ``dtype`` is fp64; never rounded to 16 bits.
+    ``positions`` [..., T] integer. Computed in fp32, or fp64 when ``dtype`` is fp64; never rounded to 16 bits.
     """
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, dtype=wide, device=positions.device) / head_dim
-    angles = positions.to(wide)[:, None] * (1.0 / theta**exponents)
+    angles = positions.to(wide)[..., None] * (1.0 / theta**exponents)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, tables: Rotary) -> torch.Tensor:
-    """Rotate each pair (x[i], x[i + h/2]) by its angle: x [B, H, T, h] -> same. Halves are paired as in transformers' Llama."""
+    """Rotate each pair (x[i], x[i + h/2]) by its angle: x [B, H, T, h] -> same; tables [T, h/2] or [B, 1, T, h/2].
+
+    Halves are paired as in transformers' Llama.
+    """
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -124,14 +151,19 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, unit_offset=True)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, unit_offset=True)
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None) -> torch.Tensor:
-        """x [B, T, d] -> [B, T, d]; ``mask`` [T, T] boolean, causality included (None: plain causal)."""
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """x [B, T, d] -> [B, T, d]; ``mask`` boolean, causality included: [T, T], or [B, 1, T, slots] for a filled ``cache``
+        (None: plain causal)."""
         q = self._split(self.q(x), self.heads)
         k, v = self._split(self.k(x), self.kv_heads), self._split(self.v(x), self.kv_heads)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        if cache is not None:
+            k, v = cache.store(k, v)
         y = F.scaled_dot_product_attention(q, self._share(k), self._share(v), mask, is_causal=mask is None, scale=self.scale)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -186,7 +218,9 @@ class Block(nn.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         """x [B, T, d] -> [B, T, d]"""
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
+        x = x + self.attention(self.attention_norm(x), rotary, mask, cache)
         return x + self.mlp(self.mlp_norm(x))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.bodies.base import Body, BodyConfig, LayerInputs
-from models.bodies.layers import Attention, Block, GatedMLP, RMSNorm, rotary_tables
+from models.bodies.base import Body, BodyConfig
+from models.bodies.layers import Attention, Block, GatedMLP, RMSNorm, Rotary, rotary_tables
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,5 @@ class LlamaBody(Body):
             GatedMLP(config.width, config.ffn, linear, "silu"),
         )
 
-    def layer_inputs(self, x: torch.Tensor) -> list[LayerInputs]:
-        positions = torch.arange(x.shape[1], device=x.device)
-        return [(rotary_tables(positions, self.config.head_width, self.config.theta, x.dtype), None)] * self.config.layers
+    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> list[Rotary | None]:
+        return [rotary_tables(positions, self.config.head_width, self.config.theta, dtype)] * self.config.layers

@@ -5,12 +5,13 @@ scores of size tokens x V.
 """
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.code_loss import code_cross_entropy, code_logits
+from kernels.code_loss import code_cross_entropy, code_logits, code_sample, sample_scores
 from models.vocab.interfaces import INIT_STD, CodeBook, Reference, TableInterface
 
 IGNORE = -100  # targets with this id are not scored
@@ -47,6 +48,13 @@ class Head(nn.Module, ABC):
         """Log-probability in nats (fp32) of each target and whether it has the largest score (bool), in the shape of ``targets``.
 
         The lowest id among equal scores is the largest. An ignored target gets 0 and True. Call it without gradients.
+        """
+
+    @abstractmethod
+    def sample(self, hidden: Tensor, **options: Any) -> Tensor:
+        """One token per hidden state, int64 [...]. ``options``: seed, temperature, ... of ``kernels.code_loss.code_sample``.
+
+        The same scores, seed and positions give the same tokens from every head. At temperature 0 the largest score's.
         """
 
     @abstractmethod
@@ -87,6 +95,9 @@ class TableHead(Head):
             logprob[part] = -F.cross_entropy(scores, wanted[part], ignore_index=IGNORE, reduction="none")
         return logprob.view(targets.shape), ((best == wanted) | (wanted == IGNORE)).view(targets.shape)
 
+    def sample(self, hidden: Tensor, **options: Any) -> Tensor:
+        return sample_scores(self.logits(hidden), **options)
+
 
 class TiedHead(TableHead):
     """The input table as the output table."""
@@ -107,29 +118,21 @@ class CodeHead(Head):
         self.codes, self.impl = Reference(codes), impl
         self.weight = nn.Parameter(torch.randn(codes.bits, width) * INIT_STD)
 
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The hidden state at the code width, the codes and the prior."""
+        return F.linear(hidden, self.weight), self.codes.module.words, self.prior_values()
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return code_logits(F.linear(hidden, self.weight), self.codes.module.words, self.prior_values(), impl=self.impl)
+        return code_logits(*self._operands(hidden), impl=self.impl)
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return code_cross_entropy(
-            F.linear(hidden, self.weight),
-            self.codes.module.words,
-            self.prior_values(),
-            targets,
-            ignore_index=IGNORE,
-            reduction="none",
-            impl=self.impl,
-        )
+        options = {"ignore_index": IGNORE, "reduction": "none", "impl": self.impl}
+        return code_cross_entropy(*self._operands(hidden), targets, **options)
 
     def score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        _, aux = code_cross_entropy(
-            F.linear(hidden, self.weight),
-            self.codes.module.words,
-            self.prior_values(),
-            targets,
-            ignore_index=IGNORE,
-            reduction="none",
-            return_aux=True,
-            impl=self.impl,
-        )
+        options = {"ignore_index": IGNORE, "reduction": "none", "return_aux": True, "impl": self.impl}
+        _, aux = code_cross_entropy(*self._operands(hidden), targets, **options)
         return aux.target_logprob.float(), (aux.argmax == targets) | (targets == IGNORE)
+
+    def sample(self, hidden: Tensor, **options: Any) -> Tensor:
+        return code_sample(*self._operands(hidden), impl=self.impl, **options)

@@ -1,0 +1,271 @@
+"""The loop: prompts in, pieces of text out, a token of every row per step."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.code_loss import sample_scores
+from models.arm import LanguageModel
+from models.bodies import KVCache
+from models.errors import UsageError, UserError
+from models.generation.settings import GenerationSettings
+from models.generation.text import TextStream
+from models.vocab.tokenizer import Tokenizer
+
+STREAM = 1 << 32  # noise positions of one sample: more than any context
+REASONS = {
+    "end": "the document ended",
+    "stop": "a stop text came",
+    "length": "max_tokens were drawn",
+    "context": "the context is full",
+    "interrupted": "it was interrupted",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token added to one continuation. ``reason`` (a key of REASONS) is set in a continuation's last piece."""
+
+    prompt: int  # index of the prompt
+    sample: int  # which of its continuations
+    token: int | None  # None only where an interruption ends the row
+    text: str  # often empty: see TextStream
+    reason: str | None
+
+
+@dataclass
+class Completion:
+    """A whole continuation."""
+
+    prompt: str
+    sample: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)  # those of the end of a document and of a stop text too
+    reason: str | None = None
+
+
+@dataclass
+class Timing:
+    """Seconds in the model and its head, without those of whoever takes the pieces."""
+
+    prompt_tokens: int = 0  # of each prompt once, however many samples it has
+    prompt_seconds: float = 0.0  # until the first token of every row is drawn
+    new_tokens: int = 0  # after the first of every row
+    new_seconds: float = 0.0
+
+
+def generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    settings: GenerationSettings,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    timing: Timing | None = None,
+) -> Iterator[Piece]:
+    """Continue each prompt as ``settings`` say; yields pieces of all rows of a batch in turn.
+
+    Every prompt begins a document: in training, too, an end-of-document token stands before each. The model is used where and as
+    it is (device, autocast). Rows that ``should_stop``, asked after each step, breaks off end with the reason "interrupted".
+
+    Raises UsageError, before anything is computed, for a prompt that is not text or exceeds the context; UserError when the
+    tokenizer is not the model's.
+    """
+    if tokenizer.vocab_size != model.description.vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} ids, the model {model.description.vocab_size:,}"
+        raise UserError(f"the tokenizer is not the model's: it has {sizes}")
+    context = model.description.body.context
+    starts = [prompt_ids(tokenizer, prompt, context, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
+    rows = [
+        _Row(i, sample, list(start), TextStream(tokenizer.vocabulary.tokens, settings.stop))
+        for i, start in enumerate(starts)
+        for sample in range(settings.samples)
+    ]
+    ends = _Ends(None if settings.ignore_eos else tokenizer.eos_id, settings.max_tokens, context)
+    batches = [rows[a : a + settings.batch_size] for a in range(0, len(rows), settings.batch_size)]
+    return _run(model, batches, ends, settings, should_stop, timing or Timing())
+
+
+def complete(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    settings: GenerationSettings,
+    *,
+    timing: Timing | None = None,
+) -> list[Completion]:
+    """The whole continuations, ``settings.samples`` of each prompt in turn. Arguments and errors as in ``generate``."""
+    done = {(i, sample): Completion(prompt, sample) for i, prompt in enumerate(prompts) for sample in range(settings.samples)}
+    for piece in generate(model, tokenizer, prompts, settings, timing=timing):
+        add_piece(done[piece.prompt, piece.sample], piece)
+    return list(done.values())
+
+
+def add_piece(completion: Completion, piece: Piece) -> None:
+    """Add a piece to its continuation."""
+    completion.text += piece.text
+    completion.tokens += [] if piece.token is None else [piece.token]
+    completion.reason = piece.reason
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, context: int, name: str = "the prompt") -> list[int]:
+    """The ids that stand for ``prompt``: the end-of-document token, if the tokenizer has one, and the text.
+
+    Raises UsageError that begins with ``name`` for what is not text, is too long, or leaves nothing to begin with.
+    """
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name}: not valid UTF-8 (at character {error.start + 1}); give it in a file that is") from None
+    ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    ids += tokenizer.encode(prompt)
+    if not ids:
+        raise UsageError(f"{name}: is empty, and the tokenizer has no end-of-document token to begin with; give some text")
+    if len(ids) > context:
+        raise UsageError(f"{name}: has {len(ids):,} tokens, and the model's context is {context:,}; shorten it")
+    return ids
+
+
+@dataclass
+class _Row:
+    """One continuation under way."""
+
+    prompt: int
+    sample: int
+    ids: list[int]  # prompt and new tokens
+    stream: TextStream
+    new: int = 0
+
+    def take(self, token: int, ends: "_Ends") -> Piece:
+        """Add a drawn token."""
+        self.ids.append(token)
+        self.new += 1
+        text = "" if token == ends.eos else self.stream.push(token)
+        reason = ends.reason(self, token)
+        return Piece(self.prompt, self.sample, token, text + (self.stream.finish() if reason else ""), reason)
+
+    def interrupt(self) -> Piece:
+        return Piece(self.prompt, self.sample, None, self.stream.finish(), "interrupted")
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What ends a row."""
+
+    eos: int | None
+    max_tokens: int
+    context: int
+
+    def reason(self, row: _Row, token: int) -> str | None:
+        if token == self.eos:
+            return "end"
+        if row.stream.stopped:
+            return "stop"
+        if row.new >= self.max_tokens:
+            return "length"
+        return "context" if len(row.ids) > self.context else None  # the newest token has not been read yet: it must fit too
+
+
+@torch.inference_mode()
+def _run(
+    model: LanguageModel,
+    batches: list[list[_Row]],
+    ends: _Ends,
+    settings: GenerationSettings,
+    should_stop: Callable[[], bool],
+    timing: Timing,
+) -> Iterator[Piece]:
+    for rows in batches:
+        reader = (_CachedReader if settings.cache else _Reader)(model, settings.max_tokens)
+        began = time.perf_counter()
+        hidden = _read_prompts(reader, rows, timing)
+        tokens = _draw(model, hidden, rows, settings)
+        timing.prompt_seconds += time.perf_counter() - began
+        while True:
+            pieces = [row.take(token, ends) for row, token in zip(rows, tokens, strict=True)]
+            yield from pieces
+            left = [i for i, piece in enumerate(pieces) if piece.reason is None]
+            if should_stop():
+                yield from (row.interrupt() for row in [rows[i] for i in left] + [r for b in batches for r in b if not r.new])
+                return
+            if not left:
+                break
+            began = time.perf_counter()
+            if len(left) < len(rows):
+                rows = [rows[i] for i in left]
+                reader.keep(left)
+            tokens = _draw(model, reader.step([row.ids[-1] for row in rows]), rows, settings)
+            timing.new_seconds += time.perf_counter() - began
+            timing.new_tokens += len(rows)
+
+
+def _read_prompts(reader: "_Reader", rows: list[_Row], timing: Timing) -> torch.Tensor:
+    """Read each prompt once; the last hidden states [rows, d]."""
+    prompts = {row.prompt: row.ids for row in rows}
+    timing.prompt_tokens += sum(map(len, prompts.values()))
+    places = {prompt: place for place, prompt in enumerate(prompts)}
+    hidden = reader.start(list(prompts.values()))
+    chosen = [places[row.prompt] for row in rows]
+    reader.keep(chosen)
+    return hidden[chosen]
+
+
+def _draw(model: LanguageModel, hidden: torch.Tensor, rows: list[_Row], settings: GenerationSettings) -> list[int]:
+    """The next token of each row, from its last hidden state [rows, d]."""
+    options = settings.sampling(model.description.vocab_size)
+    options["positions"] = torch.tensor([row.sample * STREAM + len(row.ids) for row in rows], device=hidden.device)
+    if settings.repetition_penalty == 1:
+        return model.head.sample(hidden, **options).tolist()
+    scores = model.head.logits(hidden)
+    for row_scores, row in zip(scores, rows, strict=True):
+        seen = torch.tensor(sorted(set(row.ids)), device=hidden.device)
+        found = row_scores[seen]
+        penalty = settings.repetition_penalty  # Keskar et al., CTRL (arXiv 1909.05858), as transformers has it for scores below 0
+        row_scores[seen] = torch.where(found > 0, found / penalty, found * penalty)
+    return sample_scores(scores, **options).tolist()
+
+
+class _Reader:
+    """Reads rows and gives the hidden state of each one's last token, [rows, d]; here by reading whole rows again each time."""
+
+    def __init__(self, model: LanguageModel, max_tokens: int) -> None:
+        self.model, self.max_tokens = model, max_tokens
+        self.device = next(model.parameters()).device
+        self.rows: list[list[int]] = []
+
+    def start(self, prompts: list[list[int]]) -> torch.Tensor:
+        self.rows = [list(prompt) for prompt in prompts]
+        return self._read(None)
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows; one may be named more than once."""
+        self.rows = [list(self.rows[row]) for row in rows]
+
+    def step(self, tokens: list[int]) -> torch.Tensor:
+        for row, token in zip(self.rows, tokens, strict=True):
+            row.append(token)
+        return self._read(None)
+
+    def _read(self, cache: KVCache | None) -> torch.Tensor:
+        counts = [len(row) for row in self.rows]
+        padded = [row + [0] * (max(counts) - len(row)) for row in self.rows]
+        return self.model.last_hidden(torch.tensor(padded, device=self.device), counts, cache)
+
+
+class _CachedReader(_Reader):
+    """Reads every token once and keeps its keys and values."""
+
+    def start(self, prompts: list[list[int]]) -> torch.Tensor:
+        config = self.model.description.body
+        # A row's last token is drawn and never read.
+        self.cache = KVCache(config, min(config.context, max(map(len, prompts)) + self.max_tokens - 1))
+        self.rows = prompts
+        return self._read(self.cache)
+
+    def keep(self, rows: list[int]) -> None:
+        self.cache.keep(torch.tensor(rows, device=self.device))
+
+    def step(self, tokens: list[int]) -> torch.Tensor:
+        return self.model.last_hidden(torch.tensor(tokens, device=self.device)[:, None], cache=self.cache)

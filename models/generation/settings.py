@@ -1,0 +1,63 @@
+"""Settings of generation, checked all at once. No torch here: the command line imports this file to print its help."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from models.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How tokens are drawn, and when to stop. Raises UsageError that lists every problem.
+
+    A draw is a pure function of a row's scores, the seed, the number of the sample and the token's place in the row: a prompt gives
+    the same text alone and beside others, and so does a prompt that is its own continuation, broken off.
+    """
+
+    temperature: float = 0.8  # scores are divided by it; 0 takes the best token
+    top_k: int | None = None  # draw among the best so many tokens; None: all
+    top_p: float = 1.0  # of these, the fewest whose probability reaches it
+    min_p: float = 0.0  # of these, tokens with at least this share of the best one's probability
+    repetition_penalty: float = 1.0  # the score of a token already in the row is divided by it if above 0, else multiplied
+    seed: int = 0
+    samples: int = 1  # continuations of each prompt
+    max_tokens: int = 128  # new tokens of a continuation, at most
+    stop: tuple[str, ...] = ()  # a continuation ends before the first of these texts
+    ignore_eos: bool = False  # go on past the end of a document
+    cache: bool = True  # keep keys and values between tokens instead of computing them again
+    batch_size: int = 16  # rows at once
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise UsageError("; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the settings, each as one phrase."""
+        counts = {"samples": self.samples, "max_tokens": self.max_tokens, "batch_size": self.batch_size}
+        if self.top_k is not None:
+            counts["top_k"] = self.top_k
+        found = [f"{name} must be a whole number of at least 1, got {n!r}" for name, n in counts.items() if not _whole(n, 1)]
+        ranges = (
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+        )
+        for name, fits, wanted in ranges:
+            if not fits or not math.isfinite(getattr(self, name)):
+                found.append(f"{name} must be a number {wanted}, got {getattr(self, name)!r}")
+        if not _whole(self.seed, -(1 << 63)) or self.seed >= 1 << 63:
+            found.append(f"seed must be a 64-bit integer, got {self.seed!r}")
+        if not all(self.stop):
+            found.append("stop must not be an empty text")
+        return found
+
+    def sampling(self, vocab_size: int) -> dict[str, Any]:
+        """What ``Head.sample`` takes besides positions."""
+        top_k = None if self.top_k is None else min(self.top_k, vocab_size)
+        return {"seed": self.seed, "temperature": self.temperature, "top_k": top_k, "top_p": self.top_p, "min_p": self.min_p}
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
