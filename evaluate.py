@@ -52,6 +52,9 @@ else:
     def main(argv: list[str]) -> int:
         arguments = build_parser().parse_args(argv)
         if arguments.tasks:
+            from models.evaluation.environment import prepare_libraries
+
+            prepare_libraries(arguments.offline)  # before the imports of the next line
             from models.evaluation.task_command import run_tasks
 
             return run_tasks(arguments)

@@ -12,14 +12,13 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="the package lm-eval is not installed (pip install lm-eval)")
 
-from runs import train
-
 from models.errors import UsageError, UserError
 from models.evaluation import packaged_tasks, task_command
 from models.evaluation.sequences import questions
 from models.evaluation.tasks import load_tasks
 from models.files import read_json, sha256
 from models.training.checkpoint import find_checkpoint
+from runs import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGED = pytest.mark.skipif(
@@ -115,7 +114,8 @@ def test_what_is_done_survives_an_interruption(command, grid, tmp_path, offline,
 
     monkeypatch.setattr(task_command, "evaluate_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(command, capsys, grid, "--tasks", "sequences", "--offline", "--json", tmp_path / "s.json", "--questions", tmp_path / "q")
+        files = ["--json", tmp_path / "s.json", "--questions", tmp_path / "q"]
+        run(command, capsys, grid, "--tasks", "sequences", "--offline", *files)
     scores = read_json(tmp_path / "s.json")
     assert not scores["complete"] and {row["model"] for row in scores["results"]} == {seen[0]}
     assert len((tmp_path / "q").read_text().splitlines()) == len(questions())
@@ -202,8 +202,9 @@ def test_hellaswag_is_prepared_as_lm_eval_does(offline, monkeypatch):
 
 @PACKAGED
 def test_a_group_is_its_questions_together(command, grid, tmp_path, offline, capsys):
-    code, _ = run(command, capsys, grid / "table", "--tasks", "mmlu_other", "--offline", "--limit", 3, "--json", tmp_path / "s.json")
-    rows = [row for row in read_json(tmp_path / "s.json")["results"] if row["metric"] == "acc"]
+    out = tmp_path / "s.json"
+    code, _ = run(command, capsys, grid / "table", "--tasks", "mmlu_other", "--offline", "--limit", 3, "--json", out)
+    rows = [row for row in read_json(out)["results"] if row["metric"] == "acc"]
     *parts, whole = rows
     assert code == 0 and len(parts) == 13 and whole["task"] == "mmlu_other" and whole["n"] == 39
     assert whole["value"] == pytest.approx(sum(part["value"] * part["n"] for part in parts) / 39)

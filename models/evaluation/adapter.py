@@ -11,22 +11,38 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from models.errors import UserError
 from models.evaluation.scoring import Answer, Ids, Scorer, score_continuations, shared_rows
+from models.generation.settings import GenerationSettings
 
 CUT = "contexts cut from the left to fit the model"
 SPLIT = "continuations longer than the model's context, scored window by window"
 MERGED = "continuations that the tokenizer merges into their context, tokenised on their own"
 
-Progress = Callable[[int, int], None]  # tokens done, tokens in all
+MAX_TOKENS = 256  # of a generation whose task does not say: lm-eval's default
+Progress = Callable[[int, int, str], None]  # done, in all, of what
+
+
+def generation_settings(options: dict[str, Any]) -> GenerationSettings:
+    """lm-eval's ``generation_kwargs`` as settings of ours. Raises UserError for one that has no counterpart."""
+    known = normalize_gen_kwargs(options, MAX_TOKENS)
+    stop, sample, temperature = known.pop("until"), known.pop("do_sample"), known.pop("temperature", 0.0)
+    chosen = {"max_tokens": known.pop("max_gen_toks"), "temperature": temperature if sample else 0.0}
+    chosen |= {name: known.pop(name) for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in known}
+    if chosen.get("top_k", 1) < 1:  # elsewhere 0 and -1 mean all
+        chosen["top_k"] = None
+    if known:
+        raise UserError(f"the task asks for generation options that are not supported: {', '.join(sorted(known))}")
+    return GenerationSettings(stop=tuple(text for text in stop if text), **chosen)
 
 
 class HarnessModel(TemplateLM):
     """lm-eval's view of a Scorer. ``notes`` counts what was not scored as it stands; empty it between tasks."""
 
-    def __init__(self, scorer: Scorer, batch_tokens: int, progress: Progress = lambda done, total: None) -> None:
+    def __init__(self, scorer: Scorer, batch_tokens: int, progress: Progress = lambda done, total, unit: None) -> None:
         """``batch_tokens``: the most tokens of a batch, padding included (see ``score_continuations``)."""
         super().__init__()
         self.scorer, self.batch_tokens, self.progress = scorer, batch_tokens, progress
@@ -72,7 +88,33 @@ class HarnessModel(TemplateLM):
         return [nats for nats, _ in self._sums([self._rolling(self.prefix_token_id, ids) for ids in texts])]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[str]:
-        raise UserError("tasks that generate text are not supported yet; choose tasks that score given continuations")
+        """A continuation of each (prompt, options) up to a stop text, the document's end or the most tokens.
+
+        Prompts that leave no room for these are cut from the left, to half of the context at most.
+        """
+        asked: dict[GenerationSettings, list[tuple[int, str]]] = {}
+        for index, (prompt, options) in enumerate(request.args for request in requests):
+            settings = generation_settings(options)
+            room = self.scorer.context - min(settings.max_tokens, self.scorer.context // 2) - 1
+            asked.setdefault(settings, []).append((index, self._fit(prompt, room)))
+        texts: dict[int, str] = {}
+        for settings, prompts in asked.items():
+            prompts.sort(key=lambda item: -len(item[1]))  # neighbours in a batch are of a length
+            for start in range(0, len(prompts), settings.batch_size):
+                part = prompts[start : start + settings.batch_size]
+                made = self.scorer.generate([prompt for _, prompt in part], settings)
+                texts |= {index: text for (index, _), text in zip(part, made, strict=True)}
+                self.progress(len(texts), len(requests), "prompts")
+        return [texts[index] for index in range(len(requests))]
+
+    def _fit(self, prompt: str, room: int) -> str:
+        """The end of ``prompt`` that has at most ``room`` tokens."""
+        ids, keep = self.scorer.encode(prompt), room
+        self.notes[CUT] += len(ids) > room
+        while len(ids) > room:  # the end of a text may be tokenised in another way than the text
+            prompt = self.scorer.decode(ids[-keep:])
+            ids, keep = self.scorer.encode(prompt), keep - 1
+        return prompt
 
     def _windows(self, before: Ids, after: Ids) -> list[tuple[Ids, Ids]]:
         context = self.scorer.context
@@ -95,7 +137,7 @@ class HarnessModel(TemplateLM):
         def advance(tokens: int) -> None:
             nonlocal done
             done += tokens
-            self.progress(done, total)
+            self.progress(done, total, "tokens")
 
         answers = iter(score_continuations(self.scorer, pairs, self.batch_tokens, advance))
         parts = [[next(answers) for _ in request] for request in windows]

@@ -1,5 +1,6 @@
 """A trained arm as a Scorer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from models.errors import UserError
 from models.evaluation.scoring import Ids
 from models.files import read_json
+from models.generation.loop import complete
+from models.generation.settings import GenerationSettings
 from models.settings import ArmSettings, RunSettings, from_nested
 from models.training.checkpoint import MANIFEST, Checkpoint
 from models.training.loop import autocast
@@ -42,6 +45,10 @@ class ArmScorer:
             hidden = self._model(ids.to(self._device))[rows.to(self._device), columns.to(self._device)]
             logprob, greedy = self._model.head.score_targets(hidden, targets.to(self._device))
         return logprob.cpu(), greedy.cpu()
+
+    def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:
+        with autocast(self._settings, self._device):
+            return [completion.text for completion in complete(self._model, self._tokenizer, prompts, settings)]
 
     def describe(self) -> dict[str, Any]:
         weights = read_json(self._checkpoint.path / MANIFEST)["files"]["model.safetensors"]

@@ -7,10 +7,13 @@ asked twice) share one row. Sums are fp64, of fp32 log-probabilities; another ba
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from models.generation.settings import GenerationSettings
 
 Ids = Sequence[int]
 Answer = tuple[float, bool]  # log-likelihood in nats; whether greedy decoding would have given the continuation
@@ -34,6 +37,9 @@ class Scorer(Protocol):
     def score_at(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability (fp32 [N], nats) of ``targets`` [N] after position (``rows``, ``columns``) of ``ids`` [B, T], and whether
         each is the greedy choice (bool [N]). int64 CPU tensors in, CPU tensors out; a position may come several times."""
+
+    def generate(self, prompts: Sequence[str], settings: "GenerationSettings") -> list[str]:
+        """A continuation of each prompt (``settings.samples`` is 1)."""
 
     def describe(self) -> dict[str, Any]:
         """What identifies the model and its arithmetic, as JSON values."""

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import logging
-import os
 import platform
 import sys
 import time
@@ -17,7 +15,7 @@ import torch
 from models.errors import UsageError, UserError
 from models.evaluation.command import arm_to_score, expand, refuse
 from models.evaluation.scoring import Scorer
-from models.evaluation.tasks import FEWSHOT_SEED, INSTALL, Asked, keep_off_the_network, load_tasks
+from models.evaluation.tasks import FEWSHOT_SEED, INSTALL, Asked, load_tasks
 from models.files import write_json
 from models.ops import check_impl
 from models.training.loop import choose_device
@@ -34,9 +32,6 @@ Subject = tuple[str, Callable[[], Scorer]]  # a model's name, and what loads it
 def run_tasks(arguments: argparse.Namespace) -> int:
     """Score each model on each task, print the tables, write what was asked for. Returns the exit code."""
     _check(arguments)
-    if arguments.offline:
-        keep_off_the_network()
-    _quiet()
     _need_harness()
     device = choose_device(arguments.device)
     subjects = list(_subjects(arguments, device))
@@ -65,10 +60,10 @@ def evaluate_task(scorer: Scorer, asked: Asked, batch_tokens: int, limit: int | 
     print(f"{scorer.name}: {asked.name}", file=sys.stderr)
     line: ProgressLine | None = None
 
-    def progress(done: int, total: int) -> None:
+    def progress(done: int, total: int, unit: str) -> None:
         nonlocal line
         line = line or ProgressLine(asked.name, total, sys.stderr)
-        line.update(done, "tokens")
+        line.update(done, unit)
 
     model = HarnessModel(scorer, batch_tokens, progress)
     try:
@@ -164,12 +159,6 @@ def _check(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise UsageError(f"--{name} {path}: its folder does not exist")
-
-
-def _quiet() -> None:
-    """lm-eval says much about itself. Its bars (set up at its import) appear for steps that take long, and on a terminal only."""
-    os.environ.setdefault("TQDM_DELAY", "3" if sys.stderr.isatty() else "1e9")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 def _need_harness() -> None:

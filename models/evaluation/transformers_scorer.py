@@ -1,6 +1,7 @@
 """A model of the transformers library (a folder or a GGUF file) as a Scorer, in fp32."""
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from models.errors import UserError
 from models.evaluation.scoring import Ids
 from models.files import sha256
+from models.generation.settings import GenerationSettings
 from models.vocab.packages import PACKAGED, need, packaged_gguf
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -53,6 +55,36 @@ class TransformersScorer:
             logprob[part] = -F.cross_entropy(chunk, targets[part], reduction="none").cpu()
             greedy[part] = (chunk.argmax(-1) == targets[part]).cpu()
         return logprob, greedy
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:
+        with torch.random.fork_rng():  # transformers draws from the global generator
+            torch.manual_seed(settings.seed)
+            return [self._continue(prompt, settings) for prompt in prompts]
+
+    def _continue(self, prompt: str, settings: GenerationSettings) -> str:
+        ids = [*([] if self.bos_id is None else [self.bos_id]), *self.encode(prompt)] or [self.prefix_id]
+        drawing = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k or 0, "min_p": settings.min_p}
+
+        def written(row: Tensor) -> str:
+            return self._tokenizer.decode(row[len(ids) :], skip_special_tokens=True)
+
+        def stopped(rows: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.tensor([any(stop in written(row) for stop in settings.stop) for row in rows], device=rows.device)
+
+        made = self._model.generate(
+            torch.tensor([ids], device=self._device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self._device),
+            max_new_tokens=settings.max_tokens,
+            eos_token_id=self.eos_id,
+            pad_token_id=self.prefix_id,
+            do_sample=settings.temperature > 0,
+            repetition_penalty=settings.repetition_penalty,
+            stopping_criteria=[stopped],
+            **(drawing if settings.temperature > 0 else {}),
+        )
+        text = written(made[0])
+        return text[: min([place for stop in settings.stop if (place := text.find(stop)) >= 0], default=len(text))]
 
     def describe(self) -> dict[str, Any]:
         return {"files": self._files, "dtype": str(self._model.dtype).removeprefix("torch."), "context": self.context}
