@@ -35,7 +35,7 @@ def run_tasks(arguments: argparse.Namespace) -> int:
     _need_harness()
     device = choose_device(arguments.device)
     subjects = list(_subjects(arguments, device))
-    asked = load_tasks(arguments.tasks.split(","), arguments.offline, arguments.shots)
+    asked = load_tasks([name.strip() for name in arguments.tasks.split(",")], arguments.offline, arguments.shots)
     batch_tokens = arguments.batch_tokens or BATCH_TOKENS.get(device.type, GPU_BATCH_TOKENS)
     report = Report(arguments, {"device": str(device), "batch_tokens": batch_tokens})
     try:

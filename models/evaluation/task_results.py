@@ -32,9 +32,10 @@ def _task_rows(model: str, name: str, task: Any, evaluated: dict[str, Any]) -> I
         mine = sorted((s for s in samples if s["filter"] == filtered), key=lambda s: s["doc_id"])
         aggregation = getattr(aggregations.get(metric), "__name__", "")
         scores = [_plain(s[metric]) for s in mine] if aggregation in AGGREGATIONS and all(metric in s for s in mine) else None
-        guess = sum(1 / len(s["resps"]) for s in mine) / len(mine) if metric in CHANCE else None
+        guesses = task.OUTPUT_TYPE == "multiple_choice" and metric in CHANCE
+        guess = sum(1 / len(task.doc_to_choice(s["doc"])) for s in mine) / len(mine) if guesses else None
         head = {"model": model, "task": name, "metric": metric, "filter": filtered, "aggregation": aggregation}
-        rest = {"higher_is_better": better.get(metric), "chance": guess if task.OUTPUT_TYPE == "multiple_choice" else None}
+        rest = {"higher_is_better": better.get(metric), "chance": guess}
         yield head | rest | _estimate(scores, aggregation, _plain(value), len(mine)) | {"scores": scores}
 
 

@@ -64,7 +64,7 @@ class TransformersScorer:
 
     def _continue(self, prompt: str, settings: GenerationSettings) -> str:
         ids = [*([] if self.bos_id is None else [self.bos_id]), *self.encode(prompt)] or [self.prefix_id]
-        drawing = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k or 0, "min_p": settings.min_p}
+        drawing = {name: getattr(settings, name) for name in ("temperature", "top_p", "min_p")} | {"top_k": settings.top_k or 0}
 
         def written(row: Tensor) -> str:
             return self._tokenizer.decode(row[len(ids) :], skip_special_tokens=True)
