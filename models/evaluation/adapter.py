@@ -1,8 +1,8 @@
 """A Scorer as one of lm-eval's language models. Importing this imports lm-eval, which takes seconds.
 
 A text that has nothing before it is scored after the model's ``prefix_id``. Where the tokenizer begins texts with a token of its
-own, every input begins with exactly one of it, also in ``loglikelihood_rolling``. lm-eval's response cache is not keyed by the
-model (its issue 4063) and is not used.
+own, every text begins with exactly one of it, also in ``loglikelihood_rolling``; what is cut from the left loses it, as with
+lm-eval's own adapters. lm-eval's response cache is not keyed by the model (its issue 4063) and is not used.
 """
 
 from collections import Counter
@@ -73,9 +73,10 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[Answer]:
         """(log-likelihood in nats, is greedy) of each (context, continuation). Nothing after nothing has log-likelihood 0."""
-        asked = [request for request in requests if any(request.args)]
+        something = [bool(context or self.scorer.encode(continuation)) for context, continuation in (r.args for r in requests)]
+        asked = [request for request, scored in zip(requests, something, strict=True) if scored]
         answers = iter(super().loglikelihood(asked, disable_tqdm=True))
-        return [next(answers) if any(request.args) else (0.0, True) for request in requests]
+        return [next(answers) if scored else (0.0, True) for scored in something]
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Answer]:
         return self._sums([self._windows(before, after) for _, before, after in requests])
@@ -141,4 +142,4 @@ class HarnessModel(TemplateLM):
 
         answers = iter(score_continuations(self.scorer, pairs, self.batch_tokens, advance))
         parts = [[next(answers) for _ in request] for request in windows]
-        return [(sum(nats for nats, _ in part), all(greedy for _, greedy in part)) for part in parts]
+        return [(sum((nats for nats, _ in part), 0.0), all(greedy for _, greedy in part)) for part in parts]
