@@ -1,6 +1,5 @@
 """A model of the transformers library (a folder or a GGUF file) as a Scorer, in fp32."""
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ class TransformersScorer:
         if not known:
             raise UserError(f"{name}: its tokenizer has neither a beginning- nor an end-of-text token")
         self.prefix_id = known[0]
-        self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -44,17 +42,26 @@ class TransformersScorer:
     @torch.inference_mode()
     def score_at(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         ids, rows, columns, targets = (x.to(self._device) for x in (ids, rows, columns, targets))
-        kept = columns.unique()  # scores are only made where a row has a target
-        some = {"logits_to_keep": kept} if self._keeps_some else {}
-        scores = self._model(input_ids=ids, use_cache=False, **some).logits
-        places = torch.searchsorted(kept, columns) if self._keeps_some else columns
+        scores = self._scores(ids, rows, columns)
         logprob, greedy = torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
         step = max(1, SCORES_AT_ONCE // scores.shape[-1])
         for part in (slice(start, start + step) for start in range(0, len(targets), step)):
-            chunk = scores[rows[part], places[part]].float()
+            chunk = scores[part].float()
             logprob[part] = -F.cross_entropy(chunk, targets[part], reduction="none").cpu()
             greedy[part] = (chunk.argmax(-1) == targets[part]).cpu()
         return logprob, greedy
+
+    def _scores(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Scores [N, V] at the positions asked for only: the output layer, whatever it is, gets their hidden states alone."""
+
+        def select(layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            return (inputs[0][rows, columns][None],)
+
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            return self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            hook.remove()
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:
