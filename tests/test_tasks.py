@@ -109,6 +109,7 @@ def test_what_is_done_survives_an_interruption(command, grid, tmp_path, offline,
     def interrupted(scorer, *rest):
         seen.append(scorer.name)
         if len(seen) == 2:
+            assert read_json(tmp_path / "s.json")["results"], "a kill would leave this"
             raise KeyboardInterrupt
         return real(scorer, *rest)
 
