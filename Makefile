@@ -20,7 +20,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev,eval]'
 	touch $@
 
 $(VENV)/.text: requirements-text.txt $(VENV)/.base

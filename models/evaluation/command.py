@@ -25,12 +25,16 @@ COLUMNS = (
     ("bits per byte", lambda r: f"{r['bits_per_byte']:.4f}"),
     ("targets", lambda r: f"{r['targets']:,}"),
 )
+TASKS_ONLY = {"hf": [], "offline": False, "limit": None, "shots": None, "batch_tokens": None, "questions": None, "plot": None}
 
 
 def run_evaluation(arguments: argparse.Namespace) -> int:
     """Score each checkpoint and print the table. Returns the exit code."""
     if arguments.rows < 0:
         raise UsageError(f"--rows must not be negative, got {arguments.rows}")
+    refuse(arguments, TASKS_ONLY, "needs --tasks")
+    if not arguments.paths:
+        raise UsageError("name a run or a checkpoint")
     device = choose_device(arguments.device)
     found = [checkpoint for path in arguments.paths for checkpoint in expand(Path(path))]
     arms = [arm_to_score(checkpoint, arguments.impl) for _, checkpoint in found]
@@ -46,6 +50,13 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(Path(arguments.json), rows)
     return 0
+
+
+def refuse(arguments: argparse.Namespace, flags: dict[str, Any], reason: str) -> None:
+    """Raise UsageError when one of ``flags`` (with their defaults) was given."""
+    for name, default in flags.items():
+        if getattr(arguments, name) != default:
+            raise UsageError(f"--{name.replace('_', '-')} {reason}")
 
 
 def expand(path: Path) -> list[tuple[str, Checkpoint]]:

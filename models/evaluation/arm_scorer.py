@@ -1,0 +1,62 @@
+"""A trained arm as a Scorer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.errors import UserError
+from models.evaluation.scoring import Ids
+from models.files import read_json
+from models.generation.loop import complete
+from models.generation.settings import GenerationSettings
+from models.settings import ArmSettings, RunSettings, from_nested
+from models.training.checkpoint import MANIFEST, Checkpoint
+from models.training.loop import autocast
+from models.vocab.tokenizer import load_tokenizer
+
+
+class ArmScorer:
+    """The model of a checkpoint, in the arithmetic it was trained in. ``context`` is the length of its training rows."""
+
+    def __init__(self, name: str, checkpoint: Checkpoint, arm: ArmSettings, device: torch.device) -> None:
+        """``arm``: the checkpoint's, its ops perhaps run by another implementation. Raises UserError for a damaged checkpoint."""
+        self._settings: RunSettings = from_nested(checkpoint.config)
+        self._checkpoint, self._device, self._impl = checkpoint, device, arm.impl
+        self._model = checkpoint.load_model(impl=arm.impl).to(device)
+        self._tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+        self.name, self.context = name, self._settings.data.seq_len
+        self.bos_id, self.eos_id = self._tokenizer.bos_id, self._tokenizer.eos_id
+        before = self.eos_id if self.bos_id is None else self.bos_id
+        if before is None:
+            raise UserError(f"{checkpoint.path}: its tokenizer has neither a beginning- nor an end-of-document token")
+        self.prefix_id = before
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Ids) -> str:
+        return self._tokenizer.decode(ids)
+
+    @torch.inference_mode()
+    def score_at(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast(self._settings, self._device):
+            hidden = self._model(ids.to(self._device))[rows.to(self._device), columns.to(self._device)]
+            logprob, greedy = self._model.head.score_targets(hidden, targets.to(self._device))
+        return logprob.cpu(), greedy.cpu()
+
+    def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:
+        with autocast(self._settings, self._device):
+            return [completion.text for completion in complete(self._model, self._tokenizer, prompts, settings)]
+
+    def describe(self) -> dict[str, Any]:
+        weights = read_json(self._checkpoint.path / MANIFEST)["files"]["model.safetensors"]
+        return {
+            "checkpoint": str(self._checkpoint.path),
+            "step": self._checkpoint.step,
+            "weights_sha256": weights,
+            "impl": self._impl,
+            "dtype": self._settings.train.dtype,
+            "context": self.context,
+        }

@@ -1,0 +1,137 @@
+"""A model of the transformers library (a folder or a GGUF file) as a Scorer, in fp32."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.errors import UserError
+from models.evaluation.scoring import Ids
+from models.files import sha256
+from models.generation.settings import GenerationSettings
+from models.vocab.packages import PACKAGED, need, packaged_gguf
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+SCORES_AT_ONCE = 1 << 24  # fp32 scores that exist beside the model's own: 64 MiB
+
+
+class TransformersScorer:
+    """A causal language model with its own tokenizer."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, device: torch.device, files: dict[str, str]) -> None:
+        """``model``, ``tokenizer``: of transformers. ``files``: names and hashes of the weights."""
+        self.name, self._files, self._device = name, files, device
+        self._model, self._tokenizer = model.to(device).eval(), tokenizer
+        self.context: int = _context(model.config, tokenizer)
+        self.eos_id = tokenizer.eos_token_id
+        self.bos_id = _added_bos(tokenizer)
+        known = [i for i in (tokenizer.bos_token_id, self.eos_id) if i is not None]
+        if not known:
+            raise UserError(f"{name}: its tokenizer has neither a beginning- nor an end-of-text token")
+        self.prefix_id = known[0]
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Ids) -> str:
+        return self._tokenizer.decode(list(ids))
+
+    @torch.inference_mode()
+    def score_at(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        ids, rows, columns, targets = (x.to(self._device) for x in (ids, rows, columns, targets))
+        scores = self._scores(ids, rows, columns)
+        logprob, greedy = torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
+        step = max(1, SCORES_AT_ONCE // scores.shape[-1])
+        for part in (slice(start, start + step) for start in range(0, len(targets), step)):
+            chunk = scores[part].float()
+            logprob[part] = -F.cross_entropy(chunk, targets[part], reduction="none").cpu()
+            greedy[part] = (chunk.argmax(-1) == targets[part]).cpu()
+        return logprob, greedy
+
+    def _scores(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Scores [N, V] at the positions asked for only: the output layer, whatever it is, gets their hidden states alone."""
+
+        def select(layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            return (inputs[0][rows, columns][None],)
+
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            return self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            hook.remove()
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:
+        with torch.random.fork_rng():  # transformers draws from the global generator
+            torch.manual_seed(settings.seed)
+            return [self._continue(prompt, settings) for prompt in prompts]
+
+    def _continue(self, prompt: str, settings: GenerationSettings) -> str:
+        ids = [*([] if self.bos_id is None else [self.bos_id]), *self.encode(prompt)] or [self.prefix_id]
+        drawing = {name: getattr(settings, name) for name in ("temperature", "top_p", "min_p")} | {"top_k": settings.top_k or 0}
+
+        def written(row: Tensor) -> str:
+            return self._tokenizer.decode(row[len(ids) :], skip_special_tokens=True)
+
+        def stopped(rows: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.tensor([any(stop in written(row) for stop in settings.stop) for row in rows], device=rows.device)
+
+        made = self._model.generate(
+            torch.tensor([ids], device=self._device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self._device),
+            max_new_tokens=settings.max_tokens,
+            eos_token_id=self.eos_id,
+            pad_token_id=self.prefix_id,
+            do_sample=settings.temperature > 0,
+            repetition_penalty=settings.repetition_penalty,
+            stopping_criteria=[stopped],
+            **(drawing if settings.temperature > 0 else {}),
+        )
+        text = written(made[0])
+        return text[: min([place for stop in settings.stop if (place := text.find(stop)) >= 0], default=len(text))]
+
+    def describe(self) -> dict[str, Any]:
+        return {"files": self._files, "dtype": str(self._model.dtype).removeprefix("torch."), "context": self.context}
+
+
+def load_transformers(spec: str, device: torch.device) -> TransformersScorer:
+    """The model that ``spec`` names: a folder in transformers' format, a ``.gguf`` file, or the name of a packaged one (smollm2).
+
+    Nothing is downloaded. Raises UserError when it is missing or cannot be read.
+    """
+    transformers = need("transformers", f"--hf {spec}")
+    path = packaged_gguf(spec) if spec in PACKAGED else Path(spec)
+    if not path.exists():
+        raise UserError(f"{spec}: does not exist; give a folder in transformers' format, a .gguf file, or {', '.join(PACKAGED)}")
+    options: dict[str, Any] = {"local_files_only": True}
+    folder = path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"{path}: expected a .gguf file, or a folder in transformers' format")
+        need("gguf", f"--hf {spec}")
+        folder, options["gguf_file"] = path.parent, path.name
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise UserError(f"{path}: transformers cannot load it ({' '.join(str(error).split())})") from error
+    files = [path] if path.is_file() else sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
+    return TransformersScorer(spec, model, tokenizer, device, {file.name: sha256(file) for file in files})
+
+
+def _added_bos(tokenizer: Any) -> int | None:
+    """The beginning-of-text id, if the tokenizer puts it before every text by itself."""
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer.encode("a")[:1] == [bos] else None
+
+
+def _context(config: Any, tokenizer: Any) -> int:
+    """The longest input, as lm-eval's own adapter finds it: the model's settings, else the tokenizer's, else 2,048."""
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if getattr(config, name, None):
+            return getattr(config, name)
+    limit = getattr(tokenizer, "model_max_length", None)
+    return limit if limit and limit < 10**20 else 2048
