@@ -1,12 +1,14 @@
 """Models of transformers as checkpoints: the same logits, or a reason why not."""
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
 from models.convert.__main__ import main
 from models.convert.transformers_checkpoint import from_transformers
 from models.errors import UserError
+from models.generation.loop import prompt_ids
 from models.training.checkpoint import find_checkpoint
 from models.vocab.tokenizer import train_bpe
 
@@ -113,3 +115,20 @@ def test_a_larger_tokenizer_is_refused(tmp_path):
     tokenizer_json(tmp_path / "hf", 290)
     with pytest.raises(UserError, match="tokens, the model only 270"):
         main(["hf", str(tmp_path / "hf"), str(tmp_path / "out")])
+
+
+def test_documents_begin_with_what_the_tokenizer_adds(tmp_path):
+    random_model(llama()).save_pretrained(tmp_path / "hf")
+    path = tokenizer_json(tmp_path / "hf")
+    for i, added in enumerate([False, True]):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        if added:
+            backend.add_special_tokens(["<s>"])
+            start = backend.token_to_id("<s>")
+            backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+        backend.save(str(path))
+        main(["hf", str(tmp_path / "hf"), str(tmp_path / f"out{i}")])
+        tokenizer = find_checkpoint(tmp_path / f"out{i}").load_tokenizer()
+        assert tokenizer.eos_id == 0
+        assert tokenizer.start_id == (start if added else None)
+        assert prompt_ids(tokenizer, "merge", 64)[0] == (start if added else tokenizer.encode("merge")[0])

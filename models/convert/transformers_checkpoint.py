@@ -106,6 +106,7 @@ def convert(source: Source, tokenizer: str, out: Path) -> dict[str, Any]:
 def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
     """Write ``model`` and its tokenizer as the checkpoint ``out``, without an optimizer."""
     state = {"step": 0, "tokens": 0, "data": "", "tokenizer": tokenizer.fingerprint, "codes": None}
+    state["start_id"] = tokenizer.added_start()  # such models are trained, and asked, with what their tokenizer adds
     with tempfile.TemporaryDirectory() as scratch:
         saved = tokenizer.save(Path(scratch) / "tokenizer.json")
         write_checkpoint(out, Snapshot(model, None, state, asdict(settings_of(model.description)), saved))

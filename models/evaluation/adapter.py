@@ -1,8 +1,8 @@
 """A Scorer as one of lm-eval's language models. Importing this imports lm-eval, which takes seconds.
 
-A text that has nothing before it is scored after the model's ``prefix_id``. Where the tokenizer begins texts with a token of its
-own, every text begins with exactly one of it, also in ``loglikelihood_rolling``; what is cut from the left loses it, as with
-lm-eval's own adapters. lm-eval's response cache is not keyed by the model (its issue 4063) and is not used.
+A text that has nothing before it is scored after the model's ``prefix_id``. Where training put a token before each document,
+every text begins with exactly one of it, also in ``loglikelihood_rolling``; what is cut from the left loses it, as with lm-eval's
+own adapters. lm-eval's response cache is not keyed by the model (its issue 4063) and is not used.
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
         return self.scorer.prefix_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of ``string``, after the tokenizer's own beginning-of-text token unless ``add_special_tokens`` is False."""
+        """The ids of ``string``, after the token that texts begin with (``bos_id``) unless ``add_special_tokens`` is False."""
         ids, bos = self.scorer.encode(string), self.scorer.bos_id
         return ids if add_special_tokens is False or bos is None or ids[:1] == [bos] else [bos, *ids]
 

@@ -14,7 +14,6 @@ from models.generation.settings import GenerationSettings
 from models.settings import ArmSettings, RunSettings, from_nested
 from models.training.checkpoint import MANIFEST, Checkpoint
 from models.training.loop import autocast
-from models.vocab.tokenizer import load_tokenizer
 
 
 class ArmScorer:
@@ -25,9 +24,9 @@ class ArmScorer:
         self._settings: RunSettings = from_nested(checkpoint.config)
         self._checkpoint, self._device, self._impl = checkpoint, device, arm.impl
         self._model = checkpoint.load_model(impl=arm.impl).to(device)
-        self._tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+        self._tokenizer = checkpoint.load_tokenizer()
         self.name, self.context = name, self._settings.data.seq_len
-        self.bos_id, self.eos_id = self._tokenizer.bos_id, self._tokenizer.eos_id
+        self.bos_id, self.eos_id = self._tokenizer.start_id, self._tokenizer.eos_id
         before = self.eos_id if self.bos_id is None else self.bos_id
         if before is None:
             raise UserError(f"{checkpoint.path}: its tokenizer has neither a beginning- nor an end-of-document token")

@@ -24,7 +24,7 @@ class Scorer(Protocol):
 
     name: str
     context: int  # the most tokens the model takes
-    bos_id: int | None  # what the tokenizer begins every text with; None: nothing
+    bos_id: int | None  # what every text begins with, as in training; None: nothing
     prefix_id: int  # what stands before a text that has nothing before it
     eos_id: int | None  # what ends a document
 

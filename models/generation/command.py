@@ -18,7 +18,6 @@ from models.settings import from_nested, override
 from models.training.checkpoint import Checkpoint
 from models.training.loop import autocast, choose_device
 from models.training.signals import StopRequest
-from models.vocab.tokenizer import load_tokenizer
 
 
 def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) -> int:
@@ -31,7 +30,7 @@ def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) 
     run = from_nested(checkpoint.config)
     run = override(run, {"train.dtype": arguments.dtype}) if arguments.dtype else run
     print(f"{checkpoint.path}, {describe_ops(arm, device)}, {run.train.dtype} on {device}", file=sys.stderr)
-    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+    tokenizer = checkpoint.load_tokenizer()
     model = checkpoint.load_model(impl=arm.impl).to(device)
     if model.description.body.linear == "bitnet" and not model.description.body.packed:
         model = pack_model(model)  # the same numbers from fewer bytes

@@ -67,7 +67,7 @@ def generate(
 ) -> Iterator[Piece]:
     """Continue each prompt as ``settings`` say; yields pieces of all rows of a batch in turn.
 
-    Every prompt begins a document: in training, too, an end-of-document token stands before each. The model is used where and as
+    Every prompt begins a document: the token that stood before one in training is put before it. The model is used where and as
     it is (device, autocast). Rows that ``should_stop``, asked after each step, breaks off end with the reason "interrupted".
 
     Raises UsageError, before anything is computed, for a prompt that is not text or exceeds the context; UserError when the
@@ -111,7 +111,7 @@ def add_piece(completion: Completion, piece: Piece) -> None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, context: int, name: str = "the prompt") -> list[int]:
-    """The ids that stand for ``prompt``: the end-of-document token, if the tokenizer has one, and the text.
+    """The ids that stand for ``prompt``: the token before a document, if the tokenizer has one, and the text.
 
     Raises UsageError that begins with ``name`` for what is not text, is too long, or leaves nothing to begin with.
     """
@@ -119,10 +119,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, context: int, name: str = "the
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(f"{name}: not valid UTF-8 (at character {error.start + 1}); give it in a file that is") from None
-    ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    ids = [] if tokenizer.start_id is None else [tokenizer.start_id]
     ids += tokenizer.encode(prompt)
     if not ids:
-        raise UsageError(f"{name}: is empty, and the tokenizer has no end-of-document token to begin with; give some text")
+        raise UsageError(f"{name}: is empty, and the tokenizer has no token to begin with; give some text")
     if len(ids) > context:
         raise UsageError(f"{name}: has {len(ids):,} tokens, and the model's context is {context:,}; shorten it")
     return ids

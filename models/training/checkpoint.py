@@ -21,6 +21,7 @@ from models.bodies.layers import PackedBitLinear
 from models.errors import UserError
 from models.files import new_folder, read_json, sha256, write_json
 from models.vocab.fixed_data import blank_data
+from models.vocab.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -46,6 +47,13 @@ class Checkpoint:
     @property
     def description(self) -> ModelDescription:
         return ModelDescription.from_json(read_json(self.path / "model.json"))
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer, its ``start_id`` what stood before each document in training."""
+        tokenizer = load_tokenizer(self.path / "tokenizer.json")
+        if "start_id" in self.state:  # a converted model's; our own training text has the end of a document there
+            tokenizer.start_id = self.state["start_id"]
+        return tokenizer
 
     def require_trainable(self) -> None:
         """Raise UserError when training cannot go on from this checkpoint."""

@@ -100,6 +100,19 @@ class Tokenizer:
         """The id that begins a document: the first special token that is named as in BOS_NAMES."""
         return self._special(BOS_NAMES)
 
+    @cached_property
+    def start_id(self) -> int | None:
+        """The id before a document's first: the end of the document before it, unless a checkpoint says otherwise (it may be set).
+
+        None: documents begin with their text.
+        """
+        return self.eos_id
+
+    def added_start(self) -> int | None:
+        """The special token that the tokenizer's own rule (its post-processor) puts before a text; None when it puts none."""
+        first = self.backend.encode("a", add_special_tokens=True).ids[:1]
+        return first[0] if first and first[0] in self.special_ids else None
+
     def _special(self, names: Sequence[str]) -> int | None:
         by_name = {name: index for index, name in self.vocabulary.specials.items()}
         return next((by_name[name] for name in names if name in by_name), None)
