@@ -13,7 +13,7 @@ SHAPE = {"T": 8192, "V": 262144, "K": 512}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float | None = None) -> Case:
+def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float | None = None, int8: bool = False) -> Case:
     tokens, vocabulary, width = SHAPE.values()
     size = DTYPES[dtype].itemsize
 
@@ -24,7 +24,7 @@ def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float 
         ids = torch.int64
         outputs = (meta(tokens), meta(tokens), meta(tokens), meta(tokens, dtype=ids), meta(tokens), meta(tokens, width))
         hidden, codes = meta(tokens, width, dtype=DTYPES[dtype]), meta(vocabulary, width // 32, dtype=torch.int32)
-        options = Options(0.0, 0.0, None, gradient, aux)
+        options = Options(0.0, 0.0, None, gradient, aux, int8)
         fused.losses(hidden, codes, meta(vocabulary), meta(tokens, dtype=ids), options, outputs)
 
     product, logits = 2.0 * tokens * vocabulary * width, tokens * vocabulary
@@ -73,6 +73,10 @@ def hits(launch: Launch, case: Case) -> Work:
     return Work(SHAPE["T"] * 8, SHAPE["T"] * 4, chain=Chain(hbm=1))
 
 
+def quantised(launch: Launch, case: Case) -> Work:
+    return Work(SHAPE["T"] * SHAPE["K"] * 2, SHAPE["T"] * (SHAPE["K"] + 4), chain=Chain(hbm=1))
+
+
 def finished(launch: Launch, case: Case) -> Work:
     """Per token the hidden row or the sums of every split, and the target's code; the rows are written once."""
     if launch.arguments["ONLY_FLAGGED"]:
@@ -90,8 +94,10 @@ CASES = [
     case("training", "fp32", gradient=True),
     case("training, argmax and entropy", "bf16", gradient=True, aux=True),
     case("loss only", "bf16", gradient=False, share=0.7),
+    case("training, int8 scores", "bf16", gradient=True, int8=True),
+    case("loss only, int8 scores", "bf16", gradient=False, int8=True),
     *code_decode.CASES,
 ]
 WORK = code_decode.WORK | {
-    "sum_codes": sums, "find_lse": lse, "list_hits": hits, "finish_losses": finished, "finish_rows": finished
+    "sum_codes": sums, "find_lse": lse, "list_hits": hits, "quantise_rows": quantised, "finish_losses": finished, "finish_rows": finished
 }  # fmt: skip

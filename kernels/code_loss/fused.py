@@ -31,6 +31,7 @@ from kernels.launch import INTERPRETER, launch, target_of
 
 from .checks import Options
 from .fused_finish import count_bits, finish_losses, finish_rows
+from .fused_int8 import quantise_rows
 from .fused_kernels import find_lse, sum_codes, sum_tokens
 from .fused_scores import LOG2E, list_hits
 
@@ -52,12 +53,13 @@ class _Tile:
 
 _UNITS = {"sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, INTERPRETER: 4}
 """Multiprocessors of a chip: what the split of the vocabulary aims to fill."""
-_KINDS = ("sums", "loss", "lse", "fp32")
+_KINDS = ("sums", "loss", "lse", "fp32", "int8")
 _SMALL = dict.fromkeys(_KINDS, _Tile(64, 32, 4, 1, held=2)) | {"fp32": _Tile(64, 16, 4, 1, held=2)}
 _TILES = {
     # Sums: two programs of 4 warps a multiprocessor, one of which unpacks while the other's products run. (One of 128 x 64 and
     # 8 warps takes 15 % fewer instructions, but waits for itself and spills in its loop.)
-    "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1)},
+    # The loss alone in int8: four programs, so that one's exponentials hide behind another's short product.
+    "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1), "int8": _Tile(64, 64, 4, 1, held=4)},
     INTERPRETER: dict.fromkeys(_KINDS, _Tile(256, 32, 4, 1)),
 }
 
@@ -65,7 +67,7 @@ _TILES = {
 class _Scorer:
     """The operands as the kernels take them, and what every launch has in common."""
 
-    def __init__(self, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, softcap: float | None) -> None:
+    def __init__(self, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, options: Options) -> None:
         self.target = target_of(hidden)
         self.tokens, self.width = hidden.shape
         if self.width > _MAX_WIDTH:
@@ -75,14 +77,15 @@ class _Scorer:
         self.codes = (codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()).view(torch.int16)
         self.words = self.codes.shape[1]
         self.slots = max(16, triton.next_power_of_2(self.words))
-        self.dtype = hidden.dtype
-        self.parts = 3 if hidden.dtype == torch.float32 else 1
-        self.hidden = _permuted(hidden, self.slots, self.parts)
+        self.dtype = torch.bfloat16 if options.int8 else hidden.dtype
+        self.parts = 3 if self.dtype == torch.float32 else 1
+        self.hidden = _int8_rows(hidden, self.slots, self.target) if options.int8 else _permuted(hidden, self.slots, self.parts)
+        self.int8 = options.int8
         self.prior, self.reference = prior, None
         if prior is not None:
             self.prior = (prior.float() if prior.dtype == torch.float64 else prior).contiguous()
             self.reference = (self.prior.amax().float() * LOG2E.value).clamp(-1e30, 1e30)
-        self.softcap = softcap or 0.0
+        self.softcap = options.softcap or 0.0
 
     def tile(self, kind: str) -> _Tile:
         tiles = _TILES.get(self.target, _SMALL)
@@ -99,6 +102,8 @@ class _Scorer:
 
     def forms(self) -> dict:
         """How signs are made and in what dtype they are multiplied, for the scores."""
+        if self.int8:
+            return {"FORM": "int8_asm" if self.target.startswith("sm_") else "int8", "DOT": tl.int8}
         if self.target == INTERPRETER:
             return {"FORM": "fp32", "DOT": tl.float32}
         name, dtype = ("fp16", tl.float16) if self.hidden.dtype == torch.float16 else ("bf16", tl.bfloat16)
@@ -131,6 +136,17 @@ def _permuted(hidden: torch.Tensor, slots: int, parts: int) -> torch.Tensor:
         hidden = torch.cat((high, middle, (hidden - high - middle).bfloat16()))
     padded = F.pad(hidden, (0, 16 * slots - width)).view(parts, tokens, slots, 16)
     return padded.transpose(2, 3).contiguous().view(parts, tokens, 16 * slots)
+
+
+def _int8_rows(hidden: torch.Tensor, slots: int, target: str) -> torch.Tensor:
+    """What ``quantise_rows`` makes of hidden [T, K]."""
+    tokens, width = hidden.shape
+    rows = torch.empty(tokens * (16 * slots + 4), dtype=torch.int8, device=hidden.device)
+    each = 32 if target == INTERPRETER else 1
+    launch(
+        quantise_rows, (triton.cdiv(tokens, each),), hidden, rows, *hidden.stride(), tokens, WIDTH=width, W=slots, ROWS=each
+    )  # fmt: skip
+    return rows
 
 
 def _code_sums(scorer: _Scorer) -> torch.Tensor:
@@ -204,7 +220,7 @@ class _Loss:
     def sums(self, known: bool, flagged: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch ``sum_codes``: (sums of p [splits, T], of p times code [splits, T, 16 * slots])."""
         scorer, wanted = self.scorer, self.options.hidden_grad
-        tile = scorer.tile("sums" if wanted else "loss")
+        tile = scorer.tile("sums" if wanted else "int8" if scorer.int8 else "loss")
         splits, each = scorer.splits(tile)
         totals = scorer.empty(splits, scorer.tokens)
         sums = scorer.empty(splits, scorer.tokens, 16 * scorer.slots) if wanted else totals
@@ -255,7 +271,7 @@ def losses(
     if not options.aux:
         for output in outputs[3:5]:
             output.zero_()
-    _Loss(_Scorer(hidden, codes, prior, options.softcap), targets, options, outputs).run()
+    _Loss(_Scorer(hidden, codes, prior, options), targets, options, outputs).run()
 
 
 def prior_gradient(
@@ -269,7 +285,7 @@ def prior_gradient(
     options: Options,
 ) -> torch.Tensor:
     """[V] in the prior's dtype, as ``op.prior_grad`` says; targets as in ``losses``."""
-    scorer = _Scorer(hidden, codes, prior, options.softcap)
+    scorer = _Scorer(hidden, codes, prior, options)
     tile = scorer.tile("lse")
     rise = 2 * options.z_loss * lse
     at_targets = rise * logprob.exp() + torch.expm1(logprob) + options.smoothing

@@ -82,11 +82,14 @@ class TiedHead(TableHead):
 
 
 class CodeHead(Head):
-    """A learned map [K, d] to the code width, then the inner product with every sign code over sqrt(K)."""
+    """A learned map [K, d] to the code width, then the inner product with every sign code over sqrt(K).
 
-    def __init__(self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str) -> None:
+    ``scores`` says how ``nll`` makes them ("float" or "int8", see ``code_cross_entropy``); ``logits`` are always exact.
+    """
+
+    def __init__(self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str, scores: str) -> None:
         super().__init__(prior)
-        self.codes, self.impl = Reference(codes), impl
+        self.codes, self.impl, self.scores = Reference(codes), impl, scores
         self.weight = nn.Parameter(torch.randn(codes.bits, width) * INIT_STD)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,5 +103,6 @@ class CodeHead(Head):
             targets,
             ignore_index=IGNORE,
             reduction="none",
+            scores=self.scores,
             impl=self.impl,
         )
