@@ -198,7 +198,7 @@ def check(settings: RunSettings) -> None:
 
 def problems(settings: RunSettings) -> list[str]:
     """Everything that ``check`` complains about."""
-    return _arm_problems(settings.arm) + _number_problems(settings)
+    return _arm_problems(settings.arm) + shared_problems(settings)
 
 
 def _arm_problems(arm: ArmSettings) -> list[str]:
@@ -216,7 +216,8 @@ def _arm_problems(arm: ArmSettings) -> list[str]:
     return found
 
 
-def _number_problems(settings: RunSettings) -> list[str]:
+def shared_problems(settings: RunSettings) -> list[str]:
+    """What ``check`` complains about outside the arm."""
     flat = flatten(settings)
     at_least_one = ("train.steps", "train.batch_size", "train.keep_checkpoints")
     not_negative = (

@@ -60,6 +60,8 @@ _TILES = {
     # 8 warps takes 15 % fewer instructions, but waits for itself and spills in its loop.)
     # The loss alone in int8: four programs, so that one's exponentials hide behind another's short product.
     "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1), "int8": _Tile(64, 64, 4, 1, held=4)},
+    # Its matrix instruction takes 32 tokens and its four waves would do a tile of so many twice.
+    "gfx942": _SMALL | {"int8": _Tile(64, 64, 4, 1, held=2)},
     INTERPRETER: dict.fromkeys(_KINDS, _Tile(256, 32, 4, 1)),
 }
 

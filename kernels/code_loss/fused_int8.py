@@ -64,11 +64,7 @@ def byte_products(octets, hidden, FORM: tl.constexpr, W: tl.constexpr, BV: tl.co
     z = tl.full((BV, BT), MAGIC if FAST else 0, tl.int32)
     for i in tl.static_range(4):
         z = tl.dot(two_slices(octets, 2 * i, FORM), hidden[i], z, out_dtype=tl.int32)
-    if FAST:
-        products = z.to(tl.float32, bitcast=True) - 12582912.0
-    else:
-        products = z.to(tl.float32)
-    return products
+    return z.to(tl.float32, bitcast=True) - 12582912.0 if FAST else z.to(tl.float32)
 
 
 @triton.jit

@@ -24,6 +24,11 @@ NEVER = tl.constexpr((1 << 31) - 1)
 LOWEST = tl.constexpr(-1e30)
 
 
+@triton.constexpr_function
+def is_int8(form):
+    return form.startswith("int8")
+
+
 @triton.jit
 def bit_signs(words, shift, FORM: tl.constexpr):
     """-1 or +1 for the bit that a left shift of int16 words by ``shift`` (int16) brings to the top.
@@ -149,7 +154,7 @@ def packed_codes(
     FORM: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """What the products of ``FORM`` unpack: halfwords [BV, W], for int8 bytes [BV, 2 W]."""
-    if FORM == "int8" or FORM == "int8_asm":
+    if is_int8(FORM):
         octets = codes.to(tl.pointer_type(tl.int8), bitcast=True)
         packed = load_words(octets, 2 * stride, begin, vocabulary, 2 * words, 2 * W, BV, SHORT, FULL)
     else:
@@ -158,9 +163,12 @@ def packed_codes(
 
 
 @triton.jit
-def products(packed, part0, part1, part2, FORM: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):
+def products(
+    packed, part0, part1, part2,
+    FORM: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     """codes . hidden, fp32 [BV, BT], for all parts; for int8 in units of the token's scale (see ``load_parts``)."""
-    if FORM == "int8" or FORM == "int8_asm":
+    if is_int8(FORM):
         z = byte_products(packed, part0, FORM, W, BV, BT)
     else:
         z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
@@ -225,11 +233,7 @@ def score_tile(
 @triton.jit
 def token_scale(part1, SCALE: tl.constexpr, FORM: tl.constexpr):
     """What turns ``products`` into scores."""
-    if FORM == "int8" or FORM == "int8_asm":
-        scale = part1 * SCALE
-    else:
-        scale = SCALE
-    return scale
+    return part1 * SCALE if is_int8(FORM) else SCALE
 
 
 @triton.jit
@@ -239,7 +243,7 @@ def load_parts(hidden, token, tokens, W: tl.constexpr, DOT: tl.constexpr, PARTS:
     part1, part2 = part0, part0
     if PARTS == 3:
         part1, part2 = load_hidden(hidden, token, tokens, 1, W, DOT), load_hidden(hidden, token, tokens, 2, W, DOT)
-    elif DOT == tl.int8:
+    elif DOT.is_int8():
         part1 = load_scales(hidden, token, tokens, W)
     return part0, part1, part2
 
