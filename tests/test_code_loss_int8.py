@@ -52,12 +52,15 @@ def test_the_gradient_goes_straight_through():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_losses_stay_within_twice_the_bound_of_a_score(impl):
+def test_losses_and_gradients_stay_within_their_bounds(impl):
     hidden, signs, codes, prior, targets = case(width=64, scale=8.0)
     exact, rounded = (h.double() @ signs.t() / 8 for h in (hidden, quantised(hidden)))
     assert ((exact - rounded).abs() <= score_bound(hidden)[:, None]).all()
-    error = (ours(codes, targets, impl, reduction="none")(hidden, prior) - explicit(hidden.double(), signs, prior.double(), targets)).abs()
-    assert 1e-3 < error.max() and (error <= 2 * score_bound(hidden)).all()
+    truth = with_gradients(lambda h: explicit(h, signs, prior.double(), targets), hidden.double())
+    found = with_gradients(lambda h: ours(codes, targets, impl, reduction="none")(h, prior), hidden)
+    error, change = (found[0] - truth[0]).abs(), (found[1] - truth[1]).norm(dim=1)
+    assert error.max() > 1e-3 and (error <= 2 * score_bound(hidden)).all()
+    assert change.max() > 1e-3 and (change <= torch.expm1(2 * score_bound(hidden))).all()
 
 
 def test_the_bound_is_reached():
@@ -74,9 +77,8 @@ def test_every_option_on_the_rounded_rows(impl, options):
     """Loss and both gradients against fp64 on ``quantised`` rows; the codes' weights p meet them in bfloat16 in "fused"."""
     hidden, signs, codes, prior, targets = case(dtype=torch.bfloat16 if options else torch.float32)
     upstream = torch.rand(17, device=DEVICE) + 0.5
-    truth = with_gradients(
-        lambda h, p: explicit(h, signs, p, targets, **options), quantised(hidden).double(), prior.double(), upstream=upstream.double()
-    )
+    exact = (quantised(hidden).double(), prior.double())
+    truth = with_gradients(lambda h, p: explicit(h, signs, p, targets, **options), *exact, upstream=upstream.double())
     result = with_gradients(ours(codes, targets, impl, reduction="none", **options), hidden, prior, upstream=upstream)
     assert result[1].dtype == hidden.dtype and result[0][1] == 0 and not result[1][1].any()  # the ignored token
     limits = (1e-6, 1e-2 if impl == "fused" else 4e-3 if options else 2e-6, 4e-6)

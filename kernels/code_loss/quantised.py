@@ -10,11 +10,15 @@ that is not finite becomes all NaN; a row below 2^-119 or so, whose scale is sub
 
 Rounding errors are close to uniform and independent of each other and of the code, so the error of a score is typically about
 scale / sqrt(12): its standard deviation is max|h| / 440 whatever K is. logsumexp moves by at most the largest error of a score and
-the target's score by at most its own, so |loss error| <= 2 * score_bound, typically the target's scale / sqrt(12), as errors of
-many tokens cancel in the logsumexp. Probabilities move by a factor exp(score error), and the gradient of ``hidden``,
-(E_p[code] - code_target) / sqrt(K), by what their changes leave of each other: ||change|| <= (exp(4 * score_bound) - 1) in the
-worst case, and some thousandths of it on trained models. The rounding itself passes gradients through unchanged.
-``python -m bench.code_int8 RUN`` measures all of this on a trained run.
+the target's score by its own, so |loss error| <= 2 * score_bound (the loss without label smoothing and z-loss); typically it is the
+target's scale / sqrt(12), as the errors of many tokens cancel in the logsumexp. A probability moves by a factor of at most
+exp(2 * score_bound), and codes have length sqrt(K), so the gradient of a token's loss, (E_p[code] - code_target) / sqrt(K), moves
+by ||change|| <= exp(2 * score_bound) - 1. The rounding itself passes gradients through unchanged.
+
+``python -m bench.code_int8 RUN`` measures all of this on a trained run. The demo's sign arm (gpt2-tiny, V = 4,096, K = 256, rows
+with max|h| 8 times their root mean square) after 120 and 185 steps: losses of 2,048 tokens off by 0.013 and 0.020 nats on average
+(0.09 and 0.11 at most) and their mean by 0.0004 and 0.0012, scores by up to 20 % of the bound, gradients by 0.3 and 0.5 % (bfloat16
+hidden states: 0.2 %). Trained for 120 steps with int8 scores, the arm's validation loss is 5.5906 instead of 5.5905.
 """
 
 import math
