@@ -10,7 +10,8 @@ caller wants argmax and entropy, which would not fit in registers beside the sum
 weights need the final logsumexp.
 
 hidden in bfloat16 and float16 meets the codes exactly, float32 as three bfloat16 parts that add up to it exactly (three products);
-p meets them in bfloat16, for float16 in two parts and for float32 in three.
+p meets them in bfloat16, for float16 in two parts and for float32 in three. With int8 scores (``fused_int8``) hidden is rounded and
+p has one part.
 
 Tried and dropped, by sm_90 machine code: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what
 hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between
@@ -53,15 +54,15 @@ class _Tile:
 
 _UNITS = {"sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, INTERPRETER: 4}
 """Multiprocessors of a chip: what the split of the vocabulary aims to fill."""
-_KINDS = ("sums", "loss", "lse", "fp32", "int8")
+_KINDS = ("sums", "loss", "lse", "fp32")
 _SMALL = dict.fromkeys(_KINDS, _Tile(64, 32, 4, 1, held=2)) | {"fp32": _Tile(64, 16, 4, 1, held=2)}
 _TILES = {
     # Sums: two programs of 4 warps a multiprocessor, one of which unpacks while the other's products run. (One of 128 x 64 and
     # 8 warps takes 15 % fewer instructions, but waits for itself and spills in its loop.)
     # The loss alone in int8: four programs, so that one's exponentials hide behind another's short product.
-    "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1), "int8": _Tile(64, 64, 4, 1, held=4)},
+    "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1), "int8 loss": _Tile(64, 64, 4, 1, held=4)},
     # Its matrix instruction takes 32 tokens and its four waves would do a tile of so many twice.
-    "gfx942": _SMALL | {"int8": _Tile(64, 64, 4, 1, held=2)},
+    "gfx942": _SMALL | {"int8 loss": _Tile(64, 64, 4, 1, held=2), "int8 sums": _Tile(64, 64, 4, 1)},
     INTERPRETER: dict.fromkeys(_KINDS, _Tile(256, 32, 4, 1)),
 }
 
@@ -92,6 +93,7 @@ class _Scorer:
     def tile(self, kind: str) -> _Tile:
         tiles = _TILES.get(self.target, _SMALL)
         tile = tiles["fp32" if self.parts == 3 else kind]
+        tile = tiles.get(f"int8 {kind}", tile) if self.int8 else tile
         # The hidden tile and the sums grow with the width; so the tokens shrink.
         return replace(tile, tokens=max(16, tile.tokens * 32 // max(32, self.slots)))
 
@@ -222,7 +224,7 @@ class _Loss:
     def sums(self, known: bool, flagged: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch ``sum_codes``: (sums of p [splits, T], of p times code [splits, T, 16 * slots])."""
         scorer, wanted = self.scorer, self.options.hidden_grad
-        tile = scorer.tile("sums" if wanted else "int8" if scorer.int8 else "loss")
+        tile = scorer.tile("sums" if wanted else "loss")
         splits, each = scorer.splits(tile)
         totals = scorer.empty(splits, scorer.tokens)
         sums = scorer.empty(splits, scorer.tokens, 16 * scorer.slots) if wanted else totals

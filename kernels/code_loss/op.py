@@ -39,7 +39,7 @@ def code_cross_entropy(
     Only the loss is differentiable. argmax and entropy hold zeros unless ``aux``.
     """
     targets = checked_targets(targets, ignore_index, codes.shape[0])
-    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux, int8)
+    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux, int8=int8)
     outputs = _empty_outputs(hidden, hidden_grad)
     _implementation(impl).losses(hidden.detach(), codes, None if prior is None else prior.detach(), targets, options, outputs)
     return outputs
@@ -94,7 +94,7 @@ def prior_grad(
     The probabilities come from the saved lse; the target's 1 - p from its saved log-probability, so nothing cancels.
     """
     targets = checked_targets(targets, ignore_index, codes.shape[0])
-    options = Options(label_smoothing, z_loss, softcap, False, False, int8)
+    options = Options(label_smoothing, z_loss, softcap, False, False, int8=int8)
     return _implementation(impl).prior_gradient(grad, hidden, codes, prior, targets, lse, logprob, options)
 
 
@@ -123,7 +123,7 @@ def _gradients(ctx, grad, *unused):
     if ctx.with_prior:
         hidden, codes, prior, lse, logprob = saved
         for_prior = prior_grad(grad, hidden, codes, prior, targets, lse, logprob, *ctx.numbers, ctx.impl, ctx.int8)
-    return for_hidden, None, for_prior, *(None,) * 9
+    return for_hidden, None, for_prior, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 code_cross_entropy.register_autograd(_gradients, setup_context=_save)
