@@ -14,6 +14,7 @@ Interface = Literal["table", "binary", "gf2", "sign", "kron"]
 Head = Literal["table", "tied", "code"]
 Prior = Literal["none", "fixed", "trained"]
 Linear = Literal["float", "bitnet"]
+Scores = Literal["float", "int8"]
 Impl = Literal["auto", "naive", "eager", "fused"]
 SECOND_PHASE_START = 1 / 3  # of optim.lr: 5e-4 after a peak of 1.5e-3 (models/training/schedule.py)
 
@@ -27,6 +28,7 @@ class ArmSettings:
     head: Head = "table"  # how the last hidden state becomes scores
     prior: Prior = "none"  # log unigram frequency added to the scores
     linear: Linear = "float"  # linear layers of the body
+    scores: Scores = "float"  # code head, loss only: int8 rounds its hidden states (kernels/code_loss/quantised.py)
     impl: Impl = "auto"  # which implementation of our ops runs (models/ops.py)
     prior_unseen: str = "log1n"  # prior of a token never seen: log1n, median or percentile:P
     positions: int = 16  # kron: byte positions kept of a token
@@ -196,7 +198,7 @@ def check(settings: RunSettings) -> None:
 
 def problems(settings: RunSettings) -> list[str]:
     """Everything that ``check`` complains about."""
-    return _arm_problems(settings.arm) + _number_problems(settings)
+    return _arm_problems(settings.arm) + shared_problems(settings)
 
 
 def _arm_problems(arm: ArmSettings) -> list[str]:
@@ -205,6 +207,8 @@ def _arm_problems(arm: ArmSettings) -> list[str]:
         found.append(
             f"arm.head=tied reuses the input table, and interface {arm.interface!r} has none: use head table (learned) or code"
         )
+    if arm.scores == "int8" and arm.head != "code":
+        found.append(f"arm.scores=int8 is for head 'code', and this arm's is {arm.head!r}: set arm.head=code, or leave arm.scores")
     if not 4 <= arm.positions <= 1024:
         found.append(f"arm.positions must lie in [4, 1024] (4: the length of a special token's reserved code), got {arm.positions}")
     if arm.input_scale < 0:
@@ -212,7 +216,8 @@ def _arm_problems(arm: ArmSettings) -> list[str]:
     return found
 
 
-def _number_problems(settings: RunSettings) -> list[str]:
+def shared_problems(settings: RunSettings) -> list[str]:
+    """What ``check`` complains about outside the arm."""
     flat = flatten(settings)
     at_least_one = ("train.steps", "train.batch_size", "train.keep_checkpoints")
     not_negative = (

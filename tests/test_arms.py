@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
+from kernels.code_loss.quantised import score_bound
 from models.account import Account
 from models.arm import ModelDescription, build_model
 from models.bodies import BODIES
@@ -144,6 +145,17 @@ def test_naive_and_eager_agree(data_dir, arm):
         loss.backward()
     for (name, ours), theirs in zip(eager.named_parameters(), naive.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-3, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_int8_scores_round_the_loss_and_not_the_scores(data_dir):
+    arm = ("gpt2-tiny", "sign", "code", "fixed", "float")
+    plain, rounded = (make(data_dir, *arm, **{"arm.scores": scores}) for scores in ("float", "int8"))
+    inputs, targets = batch(plain)
+    with torch.no_grad():
+        bound = 2 * score_bound(torch.nn.functional.linear(plain(inputs), plain.head.weight).flatten(0, 1)).view(targets.shape)
+        change = (rounded.nll(inputs, targets) - plain.nll(inputs, targets)).abs()
+        assert change.max() > 1e-5 and (change <= bound + 1e-5).all()
+        assert torch.equal(plain.logits(inputs), rounded.logits(inputs))
 
 
 def test_a_description_survives_json_and_refuses_foreign_ones(data_dir):

@@ -6,6 +6,8 @@ import pytest
 
 from models.errors import UsageError
 from models.settings import ArmSettings, RunSettings, check, flatten, from_nested, override, parse_assignments
+from models.training.command import resolve
+from models.training.grid import parse_arms
 
 
 def test_override_takes_text_and_values():
@@ -67,6 +69,14 @@ def test_check_lists_all_contradictions():
 def test_a_tied_head_needs_a_table(interface):
     with pytest.raises(UsageError, match=f"interface '{interface}' has none"):
         check(RunSettings(arm=ArmSettings(interface=interface, head="tied")))
+
+
+def test_int8_scores_need_a_code_head():
+    check(RunSettings(arm=ArmSettings(head="code", scores="int8")))
+    with pytest.raises(UsageError, match="arm.scores=int8 is for head 'code', and this arm's is 'table': set arm.head=code"):
+        check(RunSettings(arm=ArmSettings(scores="int8")))
+    with pytest.raises(UsageError, match="--arms tied: arm.scores=int8 is for head 'code'"):
+        parse_arms("sign,tied", resolve({}, ["arm.scores=int8"], several=True))
 
 
 def test_every_implementation_can_be_asked_for():

@@ -1,5 +1,6 @@
 """The ledger's cases of code_loss: T = 8,192 tokens against V = 262,144 codes of K = 512 bits, with a prior. Training is one pass,
-two products; the loss alone is one. The passes that only flagged tokens take are launched too and leave at once."""
+two products; the loss alone is one. int8 scores: the first product in int8,
+the second in bfloat16 as ever. The passes that only flagged tokens take are launched too and leave at once."""
 
 import torch
 
@@ -13,7 +14,7 @@ SHAPE = {"T": 8192, "V": 262144, "K": 512}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float | None = None) -> Case:
+def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float | None = None, int8: bool = False) -> Case:
     tokens, vocabulary, width = SHAPE.values()
     size = DTYPES[dtype].itemsize
 
@@ -24,7 +25,7 @@ def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float 
         ids = torch.int64
         outputs = (meta(tokens), meta(tokens), meta(tokens), meta(tokens, dtype=ids), meta(tokens), meta(tokens, width))
         hidden, codes = meta(tokens, width, dtype=DTYPES[dtype]), meta(vocabulary, width // 32, dtype=torch.int32)
-        options = Options(0.0, 0.0, None, gradient, aux)
+        options = Options(0.0, 0.0, None, gradient, aux, int8)
         fused.losses(hidden, codes, meta(vocabulary), meta(tokens, dtype=ids), options, outputs)
 
     product, logits = 2.0 * tokens * vocabulary * width, tokens * vocabulary
@@ -40,6 +41,8 @@ def case(name: str, dtype: str, gradient: bool, aux: bool = False, share: float 
             Pass("gradient of hidden", logits * size + vocabulary * width * size, product),
         ]
     bound = Bound(moved, product * (2 if gradient else 1))
+    if int8:  # bfloat16 takes twice as long as int8
+        bound = Bound(moved, product * (3 if gradient else 1), "int8")
     shares = {} if share is None else {"sm_90": share}
     baselines = {"dense logits": tuple(eager)}
     # Sums of 512 codes fill the registers: what a rare branch or the second half of a split number needs is spilled.
@@ -52,11 +55,13 @@ def _pass_over_codes(launch: Launch, products: float) -> Work:
     if a["ONLY_FLAGGED"]:
         return Work(iterations=0, dtype="bf16", chain=Chain(hbm=1))
     programs = launch.grid[0] * launch.grid[1]
-    codes, hidden = SHAPE["V"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * 2 * a["PARTS"]
+    int8 = a["FORM"].startswith("int8")
+    codes, hidden = SHAPE["V"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * (1 if int8 else 2 * a["PARTS"])
     flops = 2.0 * programs * a["tiles"] * a["BV"] * a["BT"] * a["W"] * 16 * products
     passes = 2 if a.get("SUMS") else 1
     return Work(
-        hbm_read=codes + hidden, l2_read=hidden + passes * codes * launch.grid[0], flops=flops, dtype="bf16",
+        hbm_read=codes + hidden, l2_read=hidden + passes * codes * launch.grid[0], flops=flops,
+        dtype="int8" if int8 and passes == 1 else "bf16",  # of the products whose shape the machine code does not show
         iterations=a["tiles"], chain=Chain(hbm=2, l2=a["tiles"]),
     )  # fmt: skip
 
@@ -71,6 +76,10 @@ def lse(launch: Launch, case: Case) -> Work:
 
 def hits(launch: Launch, case: Case) -> Work:
     return Work(SHAPE["T"] * 8, SHAPE["T"] * 4, chain=Chain(hbm=1))
+
+
+def quantised(launch: Launch, case: Case) -> Work:
+    return Work(SHAPE["T"] * SHAPE["K"] * 2, SHAPE["T"] * (SHAPE["K"] + 4), chain=Chain(hbm=1))
 
 
 def finished(launch: Launch, case: Case) -> Work:
@@ -90,8 +99,11 @@ CASES = [
     case("training", "fp32", gradient=True),
     case("training, argmax and entropy", "bf16", gradient=True, aux=True),
     case("loss only", "bf16", gradient=False, share=0.7),
+    case("training, int8 scores", "bf16", gradient=True, int8=True, share=0.7),
+    case("loss only, int8 scores", "bf16", gradient=False, int8=True, share=0.7),
     *code_decode.CASES,
 ]
 WORK = code_decode.WORK | {
-    "sum_codes": sums, "find_lse": lse, "list_hits": hits, "finish_losses": finished, "finish_rows": finished
+    "quantise_rows": quantised, "sum_codes": sums, "find_lse": lse, "list_hits": hits,
+    "finish_losses": finished, "finish_rows": finished,
 }  # fmt: skip

@@ -121,8 +121,9 @@ def limits(chip: Chip, compiled: Compiled, body: Body, work: Work, programs: int
 def _matrix_cycles(chip: Chip, warp: Costs, work: Work, programs: int, warps: int) -> float:
     """Cycles of the matrix unit per program."""
     cycles = sum(warps * flop / chip.matrix[key] for key, flop in warp.flops.items() if flop)
-    if warp.unknown:
-        cycles += work.flops / programs / chip.matrix["memory", work.dtype]
+    if warp.unknown:  # they do what the others leave
+        rest = work.flops / programs - warps * sum(warp.flops.values())
+        cycles += rest / chip.matrix["memory", work.dtype]
     return cycles / chip.matrix_share
 
 

@@ -23,6 +23,7 @@ from kernels.segments import accumulation_dtype
 
 from . import checks, decode, naive, sampling
 from . import op as registered
+from .quantised import straight_through
 
 __all__ = ["CodeLossAux", "code_argmax", "code_cross_entropy", "code_logits", "code_sample", "code_topk", "sample_scores"]
 
@@ -55,6 +56,7 @@ def code_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    scores: str = "float",
     return_aux: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, CodeLossAux]:
@@ -81,6 +83,11 @@ def code_cross_entropy(
         label_smoothing: e in [0, 1].
         z_loss: at least 0.
         softcap: c above 0, or None.
+        scores: "float", or "int8" for half the time in the products that make them: each row of hidden is rounded to 255 levels,
+            round(h / scale) with scale = max|h| / 127 (half to even, a row of zeros stays zero), its products with the codes are
+            exact integers, and the gradient of hidden is that of the rounded rows, passed straight through. Every score is within
+            sqrt(K) * max|h| / 254 nats of the exact one, every loss within twice that without label smoothing and z-loss;
+            typically max|h| / 440 (``quantised`` derives both). Decoding (``code_topk``, ...) is always exact.
         return_aux: return (loss, CodeLossAux) instead of the loss.
         impl: "naive" materialises codes and scores; "eager" does neither; "fused" is one pass of a Triton kernel over the packed
             codes (two with return_aux, or with label smoothing under a soft-cap), K at most 2048; "auto".
@@ -101,14 +108,16 @@ def code_cross_entropy(
     checks.require_integer(op, "ignore_index", ignore_index)
     label_smoothing = require_number(op, "label_smoothing", label_smoothing, 0, 1)
     numbers = (ignore_index, label_smoothing, require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
+    int8 = checks.require_scores(op, scores)
     chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
+            rows = straight_through(rows) if int8 else rows
             outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
         else:
             refuse_forward_ad(op, rows, prior)
             outputs = registered.code_cross_entropy(
-                rows, codes, prior, targets.reshape(-1), *numbers, wants_gradient(rows), return_aux, chosen
+                rows, codes, prior, targets.reshape(-1), *numbers, wants_gradient(rows), return_aux, chosen, int8
             )
         losses, *values = (output.view(targets.shape) for output in outputs[:5])
         loss = checks.reduce_losses(losses, targets != ignore_index, token_weights, reduction, denominator)

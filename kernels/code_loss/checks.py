@@ -18,6 +18,7 @@ class Options:
     softcap: float | None
     hidden_grad: bool
     aux: bool
+    int8: bool = False
 
 
 def require_operands(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None) -> None:
@@ -38,6 +39,13 @@ def require_operands(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: 
 def require_softcap(op: str, softcap: float | None) -> float | None:
     """``softcap`` as a float, or None; ValueError unless it is above zero."""
     return None if softcap is None else require_number(op, "softcap", softcap, 0, above=True)
+
+
+def require_scores(op: str, scores: str) -> bool:
+    """Whether ``scores`` is "int8"; ValueError unless it is that or "float"."""
+    if scores not in ("float", "int8"):
+        raise ValueError(f"{op}: scores must be float or int8; got {scores!r}")
+    return scores == "int8"
 
 
 def require_per_token(op: str, name: str, value: torch.Tensor, hidden: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

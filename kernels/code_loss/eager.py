@@ -15,6 +15,7 @@ import torch
 from kernels.sign_code import unpack_sign_codes
 
 from .checks import Options
+from .quantised import quantised
 from .scoring import BLOCK, CHUNK, block_tables, byte_rows, chunk_scores, scaled_hidden, slope, spans
 
 _TABLE_BYTES = 1 << 25
@@ -177,6 +178,7 @@ def losses(
     hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, targets: torch.Tensor, options: Options, outputs: tuple
 ) -> None:
     """Fill ``outputs``, what ``op.code_cross_entropy`` returns; targets -1 where ignored, V where out of range."""
+    hidden = quantised(hidden) if options.int8 else hidden
     for start, stop in spans(hidden.shape[0], group_size(hidden)):
         parts = _group(hidden[start:stop], codes, prior, targets[start:stop], options)
         for output, part in zip(outputs[: 6 if options.hidden_grad else 5], parts, strict=False):
@@ -194,6 +196,7 @@ def prior_gradient(
     options: Options,
 ) -> torch.Tensor:
     """[V] in the prior's dtype, as ``op.prior_grad`` says; targets as in ``losses``."""
+    hidden = quantised(hidden) if options.int8 else hidden
     result = torch.zeros(prior.shape, dtype=lse.dtype, device=prior.device)
     wide, upstream, rise = prior.to(lse.dtype), torch.where(targets < 0, 0.0, grad), 2 * options.z_loss * lse
     at_target = rise * logprob.exp() + torch.expm1(logprob) + options.smoothing

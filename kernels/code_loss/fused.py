@@ -10,7 +10,8 @@ caller wants argmax and entropy, which would not fit in registers beside the sum
 weights need the final logsumexp.
 
 hidden in bfloat16 and float16 meets the codes exactly, float32 as three bfloat16 parts that add up to it exactly (three products);
-p meets them in bfloat16, for float16 in two parts and for float32 in three.
+p meets them in bfloat16, for float16 in two parts and for float32 in three. With int8 scores (``fused_int8``) hidden is rounded and
+p has one part.
 
 Tried and dropped, by sm_90 machine code: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what
 hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between
@@ -31,6 +32,7 @@ from kernels.launch import INTERPRETER, launch, target_of
 
 from .checks import Options
 from .fused_finish import count_bits, finish_losses, finish_rows
+from .fused_int8 import quantise_rows
 from .fused_kernels import find_lse, sum_codes, sum_tokens
 from .fused_scores import LOG2E, list_hits
 
@@ -57,7 +59,10 @@ _SMALL = dict.fromkeys(_KINDS, _Tile(64, 32, 4, 1, held=2)) | {"fp32": _Tile(64,
 _TILES = {
     # Sums: two programs of 4 warps a multiprocessor, one of which unpacks while the other's products run. (One of 128 x 64 and
     # 8 warps takes 15 % fewer instructions, but waits for itself and spills in its loop.)
-    "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1)},
+    # The loss alone in int8: four programs, so that one's exponentials hide behind another's short product.
+    "sm_90": _SMALL | {"loss": _Tile(128, 128, 8, 2), "lse": _Tile(128, 32, 8, 1), "int8 loss": _Tile(64, 64, 4, 1, held=4)},
+    # Its matrix instruction takes 32 tokens and its four waves would do a tile of so many twice.
+    "gfx942": _SMALL | {"int8 loss": _Tile(64, 64, 4, 1, held=2), "int8 sums": _Tile(64, 64, 4, 1)},
     INTERPRETER: dict.fromkeys(_KINDS, _Tile(256, 32, 4, 1)),
 }
 
@@ -65,7 +70,7 @@ _TILES = {
 class _Scorer:
     """The operands as the kernels take them, and what every launch has in common."""
 
-    def __init__(self, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, softcap: float | None) -> None:
+    def __init__(self, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None, options: Options) -> None:
         self.target = target_of(hidden)
         self.tokens, self.width = hidden.shape
         if self.width > _MAX_WIDTH:
@@ -75,18 +80,20 @@ class _Scorer:
         self.codes = (codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()).view(torch.int16)
         self.words = self.codes.shape[1]
         self.slots = max(16, triton.next_power_of_2(self.words))
-        self.dtype = hidden.dtype
-        self.parts = 3 if hidden.dtype == torch.float32 else 1
-        self.hidden = _permuted(hidden, self.slots, self.parts)
+        self.dtype = torch.bfloat16 if options.int8 else hidden.dtype
+        self.parts = 3 if self.dtype == torch.float32 else 1
+        self.hidden = _int8_rows(hidden, self.slots, self.target) if options.int8 else _permuted(hidden, self.slots, self.parts)
+        self.int8 = options.int8
         self.prior, self.reference = prior, None
         if prior is not None:
             self.prior = (prior.float() if prior.dtype == torch.float64 else prior).contiguous()
             self.reference = (self.prior.amax().float() * LOG2E.value).clamp(-1e30, 1e30)
-        self.softcap = softcap or 0.0
+        self.softcap = options.softcap or 0.0
 
     def tile(self, kind: str) -> _Tile:
         tiles = _TILES.get(self.target, _SMALL)
         tile = tiles["fp32" if self.parts == 3 else kind]
+        tile = tiles.get(f"int8 {kind}", tile) if self.int8 else tile
         # The hidden tile and the sums grow with the width; so the tokens shrink.
         return replace(tile, tokens=max(16, tile.tokens * 32 // max(32, self.slots)))
 
@@ -99,6 +106,8 @@ class _Scorer:
 
     def forms(self) -> dict:
         """How signs are made and in what dtype they are multiplied, for the scores."""
+        if self.int8:
+            return {"FORM": "int8_asm" if self.target.startswith("sm_") else "int8", "DOT": tl.int8}
         if self.target == INTERPRETER:
             return {"FORM": "fp32", "DOT": tl.float32}
         name, dtype = ("fp16", tl.float16) if self.hidden.dtype == torch.float16 else ("bf16", tl.bfloat16)
@@ -131,6 +140,17 @@ def _permuted(hidden: torch.Tensor, slots: int, parts: int) -> torch.Tensor:
         hidden = torch.cat((high, middle, (hidden - high - middle).bfloat16()))
     padded = F.pad(hidden, (0, 16 * slots - width)).view(parts, tokens, slots, 16)
     return padded.transpose(2, 3).contiguous().view(parts, tokens, 16 * slots)
+
+
+def _int8_rows(hidden: torch.Tensor, slots: int, target: str) -> torch.Tensor:
+    """What ``quantise_rows`` makes of hidden [T, K]."""
+    tokens, width = hidden.shape
+    rows = torch.empty(tokens * (16 * slots + 4), dtype=torch.int8, device=hidden.device)
+    each = 32 if target == INTERPRETER else 1
+    launch(
+        quantise_rows, (triton.cdiv(tokens, each),), hidden, rows, *hidden.stride(), tokens, WIDTH=width, W=slots, ROWS=each
+    )  # fmt: skip
+    return rows
 
 
 def _code_sums(scorer: _Scorer) -> torch.Tensor:
@@ -255,7 +275,7 @@ def losses(
     if not options.aux:
         for output in outputs[3:5]:
             output.zero_()
-    _Loss(_Scorer(hidden, codes, prior, options.softcap), targets, options, outputs).run()
+    _Loss(_Scorer(hidden, codes, prior, options), targets, options, outputs).run()
 
 
 def prior_gradient(
@@ -269,7 +289,7 @@ def prior_gradient(
     options: Options,
 ) -> torch.Tensor:
     """[V] in the prior's dtype, as ``op.prior_grad`` says; targets as in ``losses``."""
-    scorer = _Scorer(hidden, codes, prior, options.softcap)
+    scorer = _Scorer(hidden, codes, prior, options)
     tile = scorer.tile("lse")
     rise = 2 * options.z_loss * lse
     at_targets = rise * logprob.exp() + torch.expm1(logprob) + options.smoothing

@@ -30,6 +30,17 @@ def code_of(codes, stride, target, vocabulary, bit, halfword, words):
 
 
 @triton.jit
+def bit_of(place, INT8: tl.constexpr, W: tl.constexpr):
+    """(bit, halfword) of the code element at a place of a row of hidden states; int8 rows are permuted by bytes."""
+    if INT8:
+        octet = place % (2 * W)
+        bit, halfword = place // (2 * W) + octet % 2 * 8, octet // 2
+    else:
+        bit, halfword = place // W, place % W
+    return bit, halfword
+
+
+@triton.jit
 def merged(tops, totals, dots, token, tokens, real, splits, AUX: tl.constexpr, ONE_PASS: tl.constexpr):
     """(top, total, dot) of all splits, in order; a largest score that is not finite makes the total NaN."""
     top = tl.where(real, LOWEST, LOWEST)
@@ -84,7 +95,9 @@ def finish_losses(
     real = token < tokens
     target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)
     place = tl.arange(0, 16 * W)
-    sign = code_of(codes, stride, target, vocabulary, place // W, place % W, words)
+    INT8: tl.constexpr = hidden.dtype.element_ty == tl.int8
+    bit, halfword = bit_of(place, INT8, W)
+    sign = code_of(codes, stride, target, vocabulary, bit, halfword, words)
     product = tl.where(real, 0.0, 0.0)
     product_of_sums = product
     for part in tl.static_range(PARTS - 1, -1, -1):
@@ -92,7 +105,11 @@ def finish_losses(
         row = tl.load(at, mask=real[:, None], other=0.0).to(tl.float32)
         product += tl.sum(row * sign, 1)
         if (SMOOTHING != 0) and (SOFTCAP == 0):
-            product_of_sums += tl.sum(row * tl.load(code_sums + place)[None, :], 1)
+            product_of_sums += tl.sum(row * tl.load(code_sums + bit * W + halfword)[None, :], 1)
+    if INT8:
+        scales = (hidden + tl.cast(tokens, tl.int64) * (16 * W)).to(tl.pointer_type(tl.float32), bitcast=True)
+        scale = tl.load(scales + token, mask=real, other=0.0)
+        product, product_of_sums = product * scale, product_of_sums * scale
     inside = tl.where(real, 0.0, 0.0)
     base = 0.0
     if HAS_PRIOR:

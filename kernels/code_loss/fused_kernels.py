@@ -6,19 +6,19 @@ import triton.language as tl
 from .fused_scores import (
     LOWEST,
     NEVER,
-    add_product,
     align_rows,
     first_code,
     hits_before,
     load_across,
     load_bias,
-    load_hidden,
     load_parts,
-    load_words,
+    packed_codes,
+    products,
     score_tile,
     slice_of,
     tile_range,
     to_scores,
+    token_scale,
 )
 
 
@@ -225,16 +225,15 @@ def sum_tokens(
     begin = first_code(tile, vocabulary, BV, SHORT)
     code = begin + tl.arange(0, BV)
     valid = (code >= tile * BV) & (code < vocabulary)
-    packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
+    packed = packed_codes(codes, stride, begin, vocabulary, words, FORM, SHORT, FULL, W, BV)
     bias = load_bias(prior, reference, code, valid, vocabulary, True, SOFTCAP)
     total = tl.zeros((BV, BT), tl.float32)
     for begin in range(0, tokens, BT):
         token = begin + tl.arange(0, BT)
         real = token < tokens
-        z = tl.zeros((BV, BT), tl.float32)
-        for part in tl.static_range(PARTS):
-            z = add_product(z, packed, load_hidden(hidden, token, tokens, part, W, DOT), FORM)
-        x, slope = to_scores(z, bias, valid, SCALE, SOFTCAP)
+        part0, part1, part2 = load_parts(hidden, token, tokens, W, DOT, PARTS)
+        z = products(packed, part0, part1, part2, FORM, PARTS, W, BV, BT)
+        x, slope = to_scores(z, bias, valid, token_scale(part1, SCALE, FORM), SOFTCAP)
         weight = tl.exp2(x - tl.load(lse + token, mask=real, other=0.0)[None, :])
         weight = weight * tl.load(rises + token, mask=real, other=0.0)[None, :]
         target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)

@@ -17,9 +17,16 @@ hold a target of the program's tokens (``list_hits``), and a second loop does ju
 import triton
 import triton.language as tl
 
+from .fused_int8 import byte_products, load_scales
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr((1 << 31) - 1)
 LOWEST = tl.constexpr(-1e30)
+
+
+@triton.constexpr_function
+def is_int8(form):
+    return form.startswith("int8")
 
 
 @triton.jit
@@ -142,6 +149,35 @@ def add_product(z, words, hidden, FORM: tl.constexpr):
 
 
 @triton.jit
+def packed_codes(
+    codes, stride, begin, vocabulary, words,
+    FORM: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """What the products of ``FORM`` unpack: halfwords [BV, W], for int8 bytes [BV, 2 W]."""
+    if is_int8(FORM):
+        octets = codes.to(tl.pointer_type(tl.int8), bitcast=True)
+        packed = load_words(octets, 2 * stride, begin, vocabulary, 2 * words, 2 * W, BV, SHORT, FULL)
+    else:
+        packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
+    return packed
+
+
+@triton.jit
+def products(
+    packed, part0, part1, part2,
+    FORM: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """codes . hidden, fp32 [BV, BT], for all parts; for int8 in units of the token's scale (see ``load_parts``)."""
+    if is_int8(FORM):
+        z = byte_products(packed, part0, FORM, W, BV, BT)
+    else:
+        z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
+        if PARTS == 3:
+            z = add_product(add_product(z, packed, part1, FORM), packed, part2, FORM)
+    return z
+
+
+@triton.jit
 def load_bias(prior, reference, code, valid, vocabulary, HAS_PRIOR: tl.constexpr, SOFTCAP: tl.constexpr):
     """What is added to a code's product, log2 units: its prior less the reference; -inf where not ``valid`` (padding is a code like
     any other). Under a soft-cap the prior goes inside and the reference is 0."""
@@ -166,12 +202,12 @@ def capped_share(u):
 
 
 @triton.jit
-def to_scores(z, bias, valid, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """(scores in log2 units, d score / d uncapped score) of products z [BV, BT]; SCALE is 1 / sqrt(K)."""
+def to_scores(z, bias, valid, scale, SOFTCAP: tl.constexpr):
+    """(scores in log2 units, d score / d uncapped score) of products z [BV, BT]; ``scale`` is 1 / sqrt(K), or [1, BT] for int8."""
     if SOFTCAP == 0:
-        scores, slope = z * (SCALE * LOG2E) + bias[:, None], 1.0
+        scores, slope = z * (scale * LOG2E) + bias[:, None], 1.0
     else:
-        share = capped_share((z * SCALE + bias[:, None]) / SOFTCAP)
+        share = capped_share((z * scale + bias[:, None]) / SOFTCAP)
         scores = tl.where(valid[:, None], share * (SOFTCAP * LOG2E), float("-inf"))
         slope = tl.where(valid[:, None], 1 - share * share, 0.0)
     return scores, slope
@@ -187,22 +223,29 @@ def score_tile(
     begin = first_code(tile, vocabulary, BV, SHORT)
     code = begin + tl.arange(0, BV)
     valid = (code >= tile * BV) & (code < vocabulary) & allowed
-    packed = load_words(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL)
-    z = add_product(tl.zeros((BV, BT), tl.float32), packed, part0, FORM)
-    if PARTS == 3:
-        z = add_product(add_product(z, packed, part1, FORM), packed, part2, FORM)
+    packed = packed_codes(codes, stride, begin, vocabulary, words, FORM, SHORT, FULL, W, BV)
+    z = products(packed, part0, part1, part2, FORM, PARTS, W, BV, BT)
     bias = load_bias(prior, reference, code, valid, vocabulary, HAS_PRIOR, SOFTCAP)
-    x, slope = to_scores(z, bias, valid, SCALE, SOFTCAP)
+    x, slope = to_scores(z, bias, valid, token_scale(part1, SCALE, FORM), SOFTCAP)
     return begin, valid, x, slope
 
 
 @triton.jit
+def token_scale(part1, SCALE: tl.constexpr, FORM: tl.constexpr):
+    """What turns ``products`` into scores."""
+    return part1 * SCALE if is_int8(FORM) else SCALE
+
+
+@triton.jit
 def load_parts(hidden, token, tokens, W: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr):
-    """All parts of the hidden states; the first one three times when there is only one."""
+    """All parts of the hidden states; the first one three times when there is only one. For int8: the rows, then their scales."""
     part0 = load_hidden(hidden, token, tokens, 0, W, DOT)
+    part1, part2 = part0, part0
     if PARTS == 3:
-        return part0, load_hidden(hidden, token, tokens, 1, W, DOT), load_hidden(hidden, token, tokens, 2, W, DOT)
-    return part0, part0, part0
+        part1, part2 = load_hidden(hidden, token, tokens, 1, W, DOT), load_hidden(hidden, token, tokens, 2, W, DOT)
+    elif DOT.is_int8():
+        part1 = load_scales(hidden, token, tokens, W)
+    return part0, part1, part2
 
 
 @triton.jit

@@ -32,13 +32,14 @@ def code_cross_entropy(
     hidden_grad: bool,
     aux: bool,
     impl: str,
+    int8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per-token (loss, lse, target logprob, argmax, entropy), each [T], and d loss / d hidden [T, K] ([0, K] unless asked for).
 
     Only the loss is differentiable. argmax and entropy hold zeros unless ``aux``.
     """
     targets = checked_targets(targets, ignore_index, codes.shape[0])
-    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux)
+    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux, int8=int8)
     outputs = _empty_outputs(hidden, hidden_grad)
     _implementation(impl).losses(hidden.detach(), codes, None if prior is None else prior.detach(), targets, options, outputs)
     return outputs
@@ -54,7 +55,7 @@ def _empty_outputs(hidden: torch.Tensor, hidden_grad: bool) -> tuple:
 
 
 @code_cross_entropy.register_fake
-def _(hidden, codes, prior, targets, ignore_index, label_smoothing, z_loss, softcap, hidden_grad, aux, impl):
+def _(hidden, codes, prior, targets, ignore_index, label_smoothing, z_loss, softcap, hidden_grad, aux, impl, int8=False):
     return _empty_outputs(hidden, hidden_grad)
 
 
@@ -86,23 +87,24 @@ def prior_grad(
     z_loss: float,
     softcap: float | None,
     impl: str,
+    int8: bool = False,
 ) -> torch.Tensor:
     """[V] in the prior's dtype: sum over t of grad[t] * ((1 + 2 z lse) p - (1 - e) [v is the target] - e / V) * slope.
 
     The probabilities come from the saved lse; the target's 1 - p from its saved log-probability, so nothing cancels.
     """
     targets = checked_targets(targets, ignore_index, codes.shape[0])
-    options = Options(label_smoothing, z_loss, softcap, False, False)
+    options = Options(label_smoothing, z_loss, softcap, False, False, int8=int8)
     return _implementation(impl).prior_gradient(grad, hidden, codes, prior, targets, lse, logprob, options)
 
 
 @prior_grad.register_fake
-def _(grad, hidden, codes, prior, targets, lse, logprob, ignore_index, label_smoothing, z_loss, softcap, impl):
+def _(grad, hidden, codes, prior, targets, lse, logprob, ignore_index, label_smoothing, z_loss, softcap, impl, int8=False):
     return prior.new_empty(prior.shape)
 
 
 def _save(ctx, inputs, output):
-    hidden, codes, prior, targets, *numbers, with_hidden, _, ctx.impl = inputs
+    hidden, codes, prior, targets, *numbers, with_hidden, _, ctx.impl, ctx.int8 = inputs
     _, lse, logprob, _, _, rows = output
     ctx.numbers, ctx.dtype, ctx.with_hidden = numbers, hidden.dtype, with_hidden
     ctx.with_prior = ctx.needs_input_grad[2]
@@ -120,8 +122,8 @@ def _gradients(ctx, grad, *unused):
     for_prior = None
     if ctx.with_prior:
         hidden, codes, prior, lse, logprob = saved
-        for_prior = prior_grad(grad, hidden, codes, prior, targets, lse, logprob, *ctx.numbers, ctx.impl)
-    return for_hidden, None, for_prior, *(None,) * 8
+        for_prior = prior_grad(grad, hidden, codes, prior, targets, lse, logprob, *ctx.numbers, ctx.impl, ctx.int8)
+    return for_hidden, None, for_prior, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 code_cross_entropy.register_autograd(_gradients, setup_context=_save)

@@ -6,7 +6,7 @@ from pathlib import Path
 from models.data.shards import TokenData
 from models.errors import UsageError
 from models.presets import preset_changes
-from models.settings import RunSettings, apply, override, parse_assignments, problems
+from models.settings import RunSettings, apply, override, parse_assignments, problems, shared_problems
 from models.training.folder import pretty
 from models.training.grid import parse_arms, parse_seeds, train_grid
 from models.training.loop import train_run
@@ -14,21 +14,24 @@ from models.training.records import read_runs
 from models.training.report import write_report
 
 
-def resolve(flags: dict[str, str], assignments: list[str]) -> RunSettings:
-    """Settings from, weakest first: defaults, the preset, the flags, --set. Raises UsageError that lists every problem."""
+def resolve(flags: dict[str, str], assignments: list[str], several: bool = False) -> RunSettings:
+    """Settings from, weakest first: defaults, the preset, the flags, --set. Raises UsageError that lists every problem.
+
+    For ``several`` arms only what they share is checked: each arm is, when it is put together (``parse_arms``).
+    """
     changes = flags | parse_assignments(assignments)
     recipe = preset_changes(changes.get("arm.preset", RunSettings().arm.preset))
     settings, wrong = apply(RunSettings(), recipe | changes)
     if settings.data.seq_len == 0:
         settings = override(settings, {"data.seq_len": recipe["data.seq_len"]})
-    if wrong := wrong + problems(settings):
+    if wrong := wrong + (shared_problems(settings) if several else problems(settings)):
         raise UsageError("\n".join(wrong))
     return settings
 
 
 def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
     """Train as asked; prints the table of results. Returns the exit code."""
-    settings = resolve(flags, arguments.set)
+    settings = resolve(flags, arguments.set, several=bool(arguments.arms))
     seeds = parse_seeds(arguments.seeds) if arguments.seeds is not None else None
     arms = parse_arms(arguments.arms, settings) if arguments.arms else {}
     if arms and (clash := [f for f in ("arm.interface", "arm.head", "arm.prior", "arm.linear") if f in flags]):

@@ -111,11 +111,14 @@ class TiedHead(TableHead):
 
 
 class CodeHead(Head):
-    """A learned map [K, d] to the code width, then the inner product with every sign code over sqrt(K)."""
+    """A learned map [K, d] to the code width, then the inner product with every sign code over sqrt(K).
 
-    def __init__(self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str) -> None:
+    ``scores`` says how ``nll`` makes them ("float" or "int8", see ``code_cross_entropy``); all else takes them exactly.
+    """
+
+    def __init__(self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str, scores: str) -> None:
         super().__init__(prior)
-        self.codes, self.impl = Reference(codes), impl
+        self.codes, self.impl, self.scores = Reference(codes), impl, scores
         self.weight = nn.Parameter(torch.randn(codes.bits, width) * INIT_STD)
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -126,7 +129,7 @@ class CodeHead(Head):
         return code_logits(*self._operands(hidden), impl=self.impl)
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        options = {"ignore_index": IGNORE, "reduction": "none", "impl": self.impl}
+        options = {"ignore_index": IGNORE, "reduction": "none", "scores": self.scores, "impl": self.impl}
         return code_cross_entropy(*self._operands(hidden), targets, **options)
 
     def score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
