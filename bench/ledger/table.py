@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-HEAD = ("kernel", "chip", "regs", "spill", "shared", "matrix", "loop", "local", "us", "binds", "share")
-WIDE = 34
+HEAD = ("kernel", "chip", "regs", "spill", "shared", "matrix", "loop", "local", "us", "binds", "share", "waits", "share")
+WIDE = 30
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -25,28 +25,34 @@ def table(rows: Sequence[dict]) -> str:
 def _lines(row: dict) -> Iterator[tuple[str, ...]]:
     launches = row["launches"]
     alone = len(launches) == 1 and not row["host"] and row["us"] is not None
-    share = "-" if row["share"] is None else f"{row['share']:.0%}"
+    shares = _percent(row["share"]), _percent(row["waits_share"])
     for launch in launches:
-        yield _launch(launch, row["chip"], share if alone else "")
+        yield _launch(launch, row["chip"], shares if alone else ("", ""))
     for name, us in row["host"].items():
-        yield (f"torch {name}", row["chip"], *[""] * 6, micro(us), "", "")
+        yield (f"torch {name}"[:WIDE], row["chip"], *[""] * 6, micro(us), "", "", "", "")
     if not alone:
-        yield ("total", row["chip"], *[""] * 6, micro(row["us"]), "", share)
+        yield ("total", row["chip"], *[""] * 6, micro(row["us"]), "", shares[0], micro(row["waits_us"]), shares[1])
     for name, us in row["baselines"].items():
-        yield (f"({name})"[:WIDE], row["chip"], *[""] * 6, micro(us), "", f"{us / row['us']:.1f}x" if row["us"] else "")
+        times = f"{us / row['us']:.1f}x" if row["us"] else ""
+        yield (f"({name})"[:WIDE], row["chip"], *[""] * 6, micro(us), "", times, "", "")
 
 
-def _launch(launch: dict, chip: str, share: str) -> tuple[str, ...]:
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _launch(launch: dict, chip: str, shares: tuple[str, str]) -> tuple[str, ...]:
     name = launch["kernel"][:WIDE]
     if "error" in launch:
-        return (name, chip, *["-"] * 6, "-", "refused", share)
+        return (name, chip, *["-"] * 6, "-", "refused", shares[0], "-", shares[1])
     loop = launch["loop"]
     size = f"{loop['instructions']}" + (f"/{loop['unrolled']}" if loop["unrolled"] > 1 else "")
     shared = f"{launch['shared'] / 1024:.3g}/{launch['shared_limit'] // 1024}K"
     matrix = launch["matrix"].removeprefix("v_mfma_")
     sizes = (str(launch["registers"]), str(launch["spilled"]), shared)
     code = (matrix, size if loop["looped"] else f"({size})", str(loop["local"]))
-    return (name, chip, *sizes, *code, micro(launch.get("us")), launch.get("binds", "too big"), share)
+    times = (micro(launch.get("us")), launch.get("binds", "too big"), shares[0], micro(launch.get("waits", {}).get("us")), shares[1])
+    return (name, chip, *sizes, *code, *times)
 
 
 def micro(us: float | None) -> str:
@@ -62,6 +68,24 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
         return ("    " + "  ".join(padded)).rstrip()
 
     return [aligned(line) for line in cells]
+
+
+def timelines(rows: Sequence[dict]) -> str:
+    """For each simulated launch: its main loop's cycles, when loads hit and when they miss, and what its warps spend them on."""
+    lines = []
+    for row in rows:
+        for launch in row["launches"]:
+            if "spent" not in (waits := launch.get("waits", {})):
+                continue
+            name = f"{row['op']} {row['case']}, {row['direction']}, {row['dtype']}: {launch['kernel']} on {row['chip']}"
+            what = "a trip of the main loop" if launch["loop"]["looped"] else "all of it"
+            spent = ", ".join(f"{cause} {share:.0%}" for cause, share in waits["spent"].items() if share >= 0.01)
+            lines.append(
+                f"{name}\n    {micro(launch['us'])} us without waits ({launch['binds']}), {micro(waits['hit_us'])} when loads hit in "
+                f"L2, {micro(waits['miss_us'])} when they miss; {launch['resident']} resident programs\n    {what}: "
+                f"{waits['cycles']:,.0f} cycles, matrix unit busy {waits['tensor']:.0%}\n    warps' cycles: {spent}"
+            )
+    return "\n".join(lines) or "no launch was simulated (AMD is not)"
 
 
 def entries(rows: Sequence[dict]) -> dict[tuple, dict]:
@@ -93,6 +117,7 @@ def _measures(launch: dict) -> dict[str, object]:
         return {"refused": launch["error"]}
     return {
         "us": launch.get("us"),
+        "waits": launch.get("waits", {}).get("us"),
         "registers": launch["registers"],
         "spilled": launch["spilled"],
         "loop": launch["loop"]["instructions"] / launch["loop"]["unrolled"],
