@@ -103,7 +103,9 @@ def waits_row(chip: Chip, compiled: Compiled, body: Body, work: Work, launch: La
         **{name: round(us, 3) for name, us in shown.items()},
         "cycles": round(nearer.cycles, 1),
         "tensor": round(nearer.tensor, 3),
+        "outside": round(nearer.outside, 3),
         "spent": {cause: round(share, 3) for cause, share in nearer.spent.items() if share >= 0.005},
+        "worst": [f"{share:.1%} {cause} at {at}: {text}" for share, cause, at, text in nearer.worst],
     }
 
 

@@ -19,6 +19,8 @@ def table(rows: Sequence[dict]) -> str:
             lines += _aligned([HEAD, *(cells for row in block for cells in _lines(row))])
             refused = [(row["chip"], launch["error"]) for row in block for launch in row["launches"] if "error" in launch]
             lines += [f"    {chip}: {error}" for chip, error in refused]
+    if unsimulated := sorted({row["chip"] for row in rows if not row["target"].startswith("sm_")}):
+        lines.append(f"\nwaits: not simulated on {', '.join(unsimulated)}")
     return "\n".join(lines)
 
 
@@ -51,8 +53,8 @@ def _launch(launch: dict, chip: str, shares: tuple[str, str]) -> tuple[str, ...]
     matrix = launch["matrix"].removeprefix("v_mfma_")
     sizes = (str(launch["registers"]), str(launch["spilled"]), shared)
     code = (matrix, size if loop["looped"] else f"({size})", str(loop["local"]))
-    times = (micro(launch.get("us")), launch.get("binds", "too big"), shares[0], micro(launch.get("waits", {}).get("us")), shares[1])
-    return (name, chip, *sizes, *code, *times)
+    waits = micro(launch.get("waits", {}).get("us"))
+    return (name, chip, *sizes, *code, micro(launch.get("us")), launch.get("binds", "too big"), shares[0], waits, shares[1])
 
 
 def micro(us: float | None) -> str:
@@ -71,21 +73,24 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def timelines(rows: Sequence[dict]) -> str:
-    """For each simulated launch: its main loop's cycles, when loads hit and when they miss, and what its warps spend them on."""
-    lines = []
-    for row in rows:
-        for launch in row["launches"]:
-            if "spent" not in (waits := launch.get("waits", {})):
-                continue
-            name = f"{row['op']} {row['case']}, {row['direction']}, {row['dtype']}: {launch['kernel']} on {row['chip']}"
-            what = "a trip of the main loop" if launch["loop"]["looped"] else "all of it"
-            spent = ", ".join(f"{cause} {share:.0%}" for cause, share in waits["spent"].items() if share >= 0.01)
-            lines.append(
-                f"{name}\n    {micro(launch['us'])} us without waits ({launch['binds']}), {micro(waits['hit_us'])} when loads hit in "
-                f"L2, {micro(waits['miss_us'])} when they miss; {launch['resident']} resident programs\n    {what}: "
-                f"{waits['cycles']:,.0f} cycles, matrix unit busy {waits['tensor']:.0%}\n    warps' cycles: {spent}"
-            )
-    return "\n".join(lines) or "no launch was simulated (AMD is not)"
+    """For each simulated launch: what its main loop's warps wait for, most first, and the instructions that wait longest."""
+    simulated = [(row, launch) for row in rows for launch in row["launches"] if "spent" in launch.get("waits", {})]
+    return "\n".join(line for row, launch in simulated for line in _timeline(row, launch)) or "no launch was simulated"
+
+
+def _timeline(row: dict, launch: dict) -> Iterator[str]:
+    waits = launch["waits"]
+    yield f"{row['op']} {row['case']}, {row['direction']}, {row['dtype']}: {launch['kernel']} on {row['chip']}"
+    yield (
+        f"    {micro(launch['us'])} us without waits ({launch['binds']}), {micro(waits['hit_us'])} when loads hit in L2, "
+        f"{micro(waits['miss_us'])} when they miss; {launch['resident']} resident programs"
+    )
+    part = "a trip of the main loop" if launch["loop"]["looped"] else "a program"
+    outside = f", {waits['outside']:.0%} of the launch is outside it" if launch["loop"]["looped"] else ""
+    yield f"    {part}: {waits['cycles']:,.0f} cycles, matrix unit busy {waits['tensor']:.0%}{outside}"
+    spent = (f"{cause} {share:.0%}" for cause, share in waits["spent"].items() if share >= 0.01)
+    yield f"    cycles of its warps: {', '.join(spent)}"
+    yield from (f"        {worst}" for worst in waits["worst"])
 
 
 def entries(rows: Sequence[dict]) -> dict[tuple, dict]:

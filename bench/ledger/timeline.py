@@ -1,8 +1,8 @@
 """One sub-core of an NVIDIA SM, instruction by instruction: when each resident warp issues, and what it waits for.
 
-A warp issues in order, one instruction a cycle and scheduler at most, the warp that could issue first before others. What it obeys is
-what the hardware obeys: the stall cycles and scoreboards in the machine code (``flow.Control``), barriers of its program, the groups
-of asynchronous copies and products that it waits for, and units that are busy. Units and latencies: ``timeline_steps.py``.
+A warp issues in order, at most one warp a cycle, first the one that has been ready longest. A warp obeys what the hardware obeys: the
+stall cycles and scoreboards in the machine code (``flow.Control``), barriers of its program, the groups of asynchronous copies and
+products that it waits for, and units that are busy. Units and latencies: ``timeline_steps.py``.
 """
 
 import heapq
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.ledger.timeline_steps import BARRIER, DRAIN, OPERANDS_READ, QUEUES, Step
-
-NO_QUEUE = 0.0
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,18 @@ class Run:
 
     starts  per program, the cycle at which its first warp began each trip, and at last the one at which it ended
     spent   warp cycles by what they were spent on, "issued" among them
+    waited  warp cycles by (index of the instruction that could not issue, what for)
     busy    cycles that each unit was kept
     """
 
     starts: list[list[float]]
     spent: Counter = field(default_factory=Counter)
+    waited: Counter = field(default_factory=Counter)
     busy: Counter = field(default_factory=Counter)
+
+    @property
+    def trips(self) -> int:
+        return len(self.starts[0]) - 1
 
     @property
     def end(self) -> float:
@@ -55,6 +59,10 @@ class _Warp:
         self.copies: deque[float] = deque(maxlen=64)  # when each group of copies will be there
         self.groups: deque[float] = deque(maxlen=16)  # when each group of products will be done
         self.committed: deque[float] = deque(maxlen=16)  # the same in tensor memory
+
+    def set(self, scoreboard: int, until: float, cause: str) -> None:
+        if until > self.clear[scoreboard]:
+            self.clear[scoreboard], self.cause[scoreboard] = until, cause
 
 
 class Engine:
@@ -94,7 +102,7 @@ class Engine:
         step = self.steps[warp.at]
         until, cause = self._blocked(warp, step, now)
         if until > now:
-            self.run.spent[cause] += until - now
+            self._wait(warp.at, cause, until - now)
             return until
         self.free["issue"] = now + 1
         warp.at += 1
@@ -108,6 +116,10 @@ class Engine:
         warp.ready = now + step.stall
         return warp.ready
 
+    def _wait(self, at: int, cause: str, cycles: float) -> None:
+        self.run.spent[cause] += cycles
+        self.run.waited[at % len(self.steps), cause] += cycles
+
     def _blocked(self, warp: _Warp, step: Step, now: float) -> tuple[float, str]:
         """The first cycle at which the step may issue, as far as is known now, and what holds it until then."""
         until, cause = now, ""
@@ -118,10 +130,12 @@ class Engine:
             groups = {"wait group": warp.groups, "wait copies": warp.copies, "wait memory": warp.committed}[step.kind]
             if len(groups) > step.count and groups[-1 - step.count] > until:
                 until, cause = groups[-1 - step.count], "global" if step.kind == "wait copies" else "tensor"
-        if step.pipe and not (step.kind == "group" or step.kind == "memory"):
-            ready = self.free[step.pipe] - QUEUES.get(step.pipe, NO_QUEUE)
+        if step.pipe and step.kind not in ("group", "memory"):  # those are asynchronous
+            ready = self.free[step.pipe] - QUEUES.get(step.pipe, 0)
             if ready > until:
                 until, cause = ready, step.pipe
+        if step.traffic and self.free["global"] - QUEUES["global"] > until:
+            until, cause = self.free["global"] - QUEUES["global"], "global"
         if until == now and self.free["issue"] > now:
             until, cause = self.free["issue"], "issue"
         return until, cause
@@ -133,7 +147,7 @@ class Engine:
             return None
         free = now + max(stall, BARRIER)
         for since, other in waiting:
-            self.run.spent["barrier"] += free - since - stall
+            self._wait(self.warps[other].at - 1, "barrier", free - since - stall)
             self.warps[other].ready = free
             if other != number:
                 self._push(free, other)
@@ -143,10 +157,9 @@ class Engine:
     def _execute(self, warp: _Warp, step: Step, now: float) -> None:
         done = self._done(warp, step, now)
         if step.write is not None:
-            warp.clear[step.write], warp.cause[step.write] = max(done, warp.clear[step.write]), step.cause
+            warp.set(step.write, done, step.cause)
         if step.read is not None:
-            read = (self.free[step.pipe] if step.pipe else now) + OPERANDS_READ
-            warp.clear[step.read], warp.cause[step.read] = max(read, warp.clear[step.read]), step.pipe or step.cause
+            warp.set(step.read, (self.free[step.pipe] if step.pipe else now) + OPERANDS_READ, step.pipe or step.cause)
 
     def _done(self, warp: _Warp, step: Step, now: float) -> float:
         """When the step's result will be there; takes its units and keeps its group."""

@@ -16,6 +16,8 @@ from bench.ledger.timeline_steps import SUB_CORES, steps
 EVENTS = 24_000
 """Instructions simulated of one part of a launch, about; the trips that this leaves out are extrapolated from the last half."""
 FEWEST, MOST = 4, 16
+SHOWN = 5
+"""Waits that are shown."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,17 @@ class Waits:
     seconds  of the launch, its ramp included
     cycles   of one trip of the main loop (of the whole kernel when it has none), all resident programs side by side
     tensor   share of these in which the matrix unit works
+    outside  share of the launch's time that is not the main loop's
     spent    shares of the warps' cycles in the main loop by what they are spent on, largest first
+    worst    the instructions of the main loop that wait longest: (share of the warps' cycles, what for, place in the loop, text)
     """
 
     seconds: float
     cycles: float
     tensor: float
+    outside: float
     spent: dict[str, float]
+    worst: list[tuple[float, str, int, str]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Timeline:
     latency: float
 
     def side_by_side(self, held: int, trips: float) -> tuple[float, _Part]:
-        """Cycles that ``held`` programs on one SM take, each with so many trips of its main loop; and the main loop's part of them."""
+        """Cycles that ``held`` programs take on one SM, each with so many trips of its main loop; and the main loop's part."""
         on, memory = place(held, self.warps), self._memory(held, trips)
         main = self._repeat(self.body.instructions, on, trips, memory)
         around = self._repeat(self.body.enclosing, on, self.work.outer, memory)
@@ -91,7 +97,8 @@ class Timeline:
 
     def _memory(self, held: int, trips: float) -> Memory:
         """Every byte that the code moves takes its part of the time that the launch's declared bytes take."""
-        parts = ((self.body.instructions, trips if self.body.looped else 1), (self.body.enclosing, self.work.outer), (self.body.rest, 1))
+        body = self.body
+        parts = ((body.instructions, trips if body.looped else 1), (body.enclosing, self.work.outer), (body.rest, 1))
         moved = self.warps * sum(n * sass.global_bytes(i) for part, n in parts for i in part)
         cycles = self.moving * self.chip.clock * min(self.chip.units, self.programs) / self.programs  # of one program
         sharers = place(held, self.warps).sharers
@@ -116,14 +123,18 @@ def waits(
     timeline = Timeline(chip, body, work, programs, warps, max(found["L2"], found["HBM"]), latency)
     most = math.ceil(programs / chip.units)  # programs of the busiest unit
     held = min(resident(chip, compiled, warps), most)
+    outside = 0.0
     if not body.looped:  # the whole kernel is the loop: programs follow each other without a gap
-        cycles, main = timeline.side_by_side(held, most / held)
+        total, main = timeline.side_by_side(held, most / held)
     else:
         trips = loop_trips(body, work, sass)
-        cycles, main = timeline.side_by_side(held, trips)
-        cycles *= most // held
-        cycles += timeline.side_by_side(most % held, trips)[0] if most % held else 0
+        total, main = timeline.side_by_side(held, trips)
+        outside = 1 - main.total / total if total else 0
+        total *= most // held
+        total += timeline.side_by_side(most % held, trips)[0] if most % held else 0
     everything = sum(main.run.spent.values()) or 1
     spent = {cause: share / everything for cause, share in main.run.spent.most_common()}
-    busy = main.run.busy["tensor"] / main.run.end if main.run.end else 0
-    return Waits(cycles / chip.clock + RAMP, main.steady, busy, spent)
+    longest = main.run.waited.most_common(SHOWN)
+    worst = [(cycles / everything, cause, at, body.instructions[at].text) for (at, cause), cycles in longest]
+    busy = main.run.busy["tensor"] / main.run.trips / main.steady if main.steady else 0
+    return Waits(total / chip.clock + RAMP, main.steady, busy, outside, spent, worst)

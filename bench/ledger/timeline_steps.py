@@ -40,7 +40,7 @@ OPERANDS_READ = 12  # (assumed) cycles in the unit until the registers of a stor
 BARRIER = 20  # (micro) cycles from the last warp's arrival until the others go on
 DRAIN = 32  # (micro) cycles from a product's last step in the matrix unit until its sums may be read: those of a lone HMMA
 LEAST_GROUP_STEP = 13  # (micro) cycles that the smallest warp-group product keeps the matrix unit
-QUEUES = {"lsu": 64, "xu": 16, "global": 1e9}  # (assumed) cycles of work that a unit's queue holds before warps stop issuing to it
+QUEUES = {"lsu": 64, "xu": 16, "global": 1024}  # (assumed) cycles of work that a unit's queue holds before warps stop issuing to it
 
 
 class Step(NamedTuple):
