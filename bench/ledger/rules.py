@@ -83,7 +83,11 @@ def share_of_bound(rows: Rows) -> list[str]:
 
 
 def share_with_waits(rows: Rows) -> list[str]:
-    """Cases reach the share of the bound that they declare with waits counted."""
+    """Cases reach the share of the bound that they declare with waits counted.
+
+    Two rules, because they fail for different reasons: below ``shares`` a kernel has more work than it should, whatever overlaps;
+    below ``waits_shares`` it waits more than it did. The second is declared as what is reached, so that no change loses it.
+    """
     return [
         f"{_name(row)} on {row['target']}: {row['waits_share']:.0%} of the bound with waits, declared at least {least:.0%}"
         for row in rows

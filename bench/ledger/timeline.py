@@ -1,6 +1,6 @@
 """One sub-core of an NVIDIA SM, instruction by instruction: when each resident warp issues, and what it waits for.
 
-A warp issues in order, at most one warp a cycle, first the one that has been ready longest. A warp obeys what the hardware obeys: the
+Each cycle one warp issues its next instruction, first the one that has been ready longest. It obeys what the hardware obeys: the
 stall cycles and scoreboards in the machine code (``flow.Control``), barriers of its program, the groups of asynchronous copies and
 products that it waits for, and units that are busy. Units and latencies: ``timeline_steps.py``.
 """

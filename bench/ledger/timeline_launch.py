@@ -13,7 +13,7 @@ from bench.ledger.model import loop_trips, per_warp, resident
 from bench.ledger.timeline import Memory, Run, simulate
 from bench.ledger.timeline_steps import SUB_CORES, steps
 
-EVENTS = 24_000
+EVENTS = 16_000
 """Instructions simulated of one part of a launch, about; the trips that this leaves out are extrapolated from the last half."""
 FEWEST, MOST = 4, 16
 SHOWN = 5
