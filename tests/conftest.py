@@ -73,3 +73,19 @@ def prepared(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("data") / "set"
     prepare(out, [Listed(some_documents())], SETTINGS)
     return out
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory) -> dict:
+    """What tests/ledger_samples.py compiled: {"compiled": name -> target -> Compiled, "signatures": ...}."""
+    import json
+
+    from ledger_support import run_compiling
+
+    from bench.ledger.compiler import Compiled
+
+    out = tmp_path_factory.mktemp("ledger") / "samples.json"
+    run_compiling("tests/ledger_samples.py", out)
+    made = json.loads(out.read_text())
+    made["compiled"] = {n: {t: Compiled(**c) for t, c in targets.items()} for n, targets in made["compiled"].items()}
+    return made

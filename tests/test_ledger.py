@@ -42,6 +42,15 @@ def test_every_case_is_judged_on_every_chip(ledger):
     assert all(row["launches"] for row in ledger["rows"])
 
 
+def test_waits_are_counted_on_nvidia_s_chips(ledger):
+    launches = [(row["target"], x) for row in ledger["rows"] for x in row["launches"] if "us" in x]
+    assert {target for target, x in launches if "waits" not in x} == {"gfx942"}
+    assert all(x["waits"]["us"] >= x["us"] for _, x in launches if "waits" in x)
+    assert all((row["waits_us"] is None) == (row["target"] == "gfx942") for row in ledger["rows"] if row["us"] is not None)
+    shares = [sum(x["waits"]["spent"].values()) for _, x in launches if "spent" in x.get("waits", {})]
+    assert shares and min(shares) > 0.9 and max(shares) < 1.01
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_no_shipped_kernel_breaks_a_rule(ledger, rule):
     assert rule(ledger["rows"]) == []

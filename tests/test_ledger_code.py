@@ -1,30 +1,17 @@
 """The ledger reads machine code right: kernels whose instructions can be counted by hand, and hand-written control flow."""
 
-import json
 from collections import Counter
 
 import pytest
-from ledger_support import run_compiling
 
 from bench.ledger import amdgcn, sass
 from bench.ledger.case import Work
 from bench.ledger.chips import BY_TARGET
-from bench.ledger.compiler import Compiled
 from bench.ledger.flow import main_body
 from bench.ledger.model import body_of, isa, matrix_agrees, resident
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 MATRIX = {"sm_80": "HMMA", "sm_89": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma_f32_32x32x8_bf16"}
-
-
-@pytest.fixture(scope="session")
-def samples(tmp_path_factory) -> dict:
-    """What tests/ledger_samples.py compiled: {"compiled": name -> target -> Compiled, "signatures": ...}."""
-    out = tmp_path_factory.mktemp("ledger") / "samples.json"
-    run_compiling("tests/ledger_samples.py", out)
-    made = json.loads(out.read_text())
-    made["compiled"] = {n: {t: Compiled(**c) for t, c in targets.items()} for n, targets in made["compiled"].items()}
-    return made
 
 
 def opcodes(instructions) -> Counter:

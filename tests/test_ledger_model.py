@@ -17,7 +17,7 @@ from bench.ledger.model import bound_time, launch_time, limits, pass_time, resid
 from bench.ledger.record import record
 from bench.ledger.rules import violations
 from bench.ledger.sass import PIPE_OF, PIPES
-from bench.ledger.table import difference, table
+from bench.ledger.table import difference, table, timelines
 from kernels.launch import Launch
 from models.errors import UserError
 
@@ -190,6 +190,7 @@ def row(**launch) -> dict:
     made["loop"] = {"looped": True, "unrolled": 1, "instructions": 10, "local": 0, "mix": {}}
     case = {"op": "o", "case": "c", "direction": "forward", "dtype": "bf16", "shape": {"T": 1}, "target": "sm_90", "chip": "H200"}
     numbers = {"host": {}, "baselines": {}, "us": 2.0, "share": 0.7, "least_share": 0.6, "needs_matrix": True, "may_spill": False}
+    numbers |= {"waits_us": 2.5, "waits_share": 0.56, "least_waits_share": 0.5}
     return case | numbers | {"launches": [made | launch]}
 
 
@@ -222,6 +223,12 @@ def test_a_share_below_the_declared_one():
     assert violations([row() | {"share": 0.55}]) == ["o c forward bf16 on sm_90: 55% of the bound, declared at least 60%"]
 
 
+def test_a_share_with_waits_below_the_declared_one():
+    (sentence,) = violations([row() | {"waits_share": 0.45}])
+    assert sentence == "o c forward bf16 on sm_90: 45% of the bound with waits, declared at least 50%"
+    assert violations([row() | {"waits_share": 0.45, "least_waits_share": None}]) == []
+
+
 def test_local_memory_is_allowed_where_the_rule_says():
     loop = row()["launches"][0]["loop"] | {"local": 3}
     assert violations([row(loop=loop) | {"target": "gfx942"}]) == []
@@ -245,7 +252,23 @@ def test_differences_name_what_changed():
 def test_the_table_fits_120_columns_and_shows_what_a_reader_needs():
     rows = [row(kernel="a_kernel_with_a_name_of_more_than_thirty_four_letters"), row(error="refused here")]
     rows[1] |= {"us": None, "share": None, "host": {"sort": 12.3}, "baselines": {"eager": 4.0}}
+    rows[1] |= {"waits_us": None, "waits_share": None}
     text = table(rows)
     lines = text.splitlines()
     assert max(map(len, lines[:-1])) <= 120
-    assert Counter(text.split())["70%"] == 1 and "torch sort" in text and "(eager)" in text and "refused here" in lines[-1]
+    words = Counter(text.split())
+    assert words["70%"] == words["56%"] == 1 and "torch sort" in text and "(eager)" in text and "refused here" in lines[-1]
+
+
+def test_the_table_says_that_amd_is_not_simulated():
+    assert "waits: not simulated" not in table([row()])
+    assert table([row(), row() | {"target": "gfx942", "chip": "MI300X"}]).endswith("\nwaits: not simulated on MI300X")
+
+
+def test_a_timeline_says_what_warps_wait_for():
+    waits = {"us": 3.0, "hit_us": 2.9, "miss_us": 3.4, "cycles": 1234.5, "tensor": 0.4, "outside": 0.1}
+    waits |= {"spent": {"tensor": 0.6, "issued": 0.395, "fence": 0.005}, "worst": ["30.0% tensor at 7: WARPGROUP.DEPBAR"]}
+    text = timelines([row(), row(waits=waits), row(waits={"us": 2.0})])
+    assert len(text.splitlines()) == 5 and "2.9 when loads hit in L2, 3.4 when they miss" in text
+    assert "cycles of its warps: tensor 60%, issued 40%\n        30.0% tensor at 7: WARPGROUP" in text
+    assert timelines([row()]) == "no launch was simulated"

@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="OUT", help="where to write (the whole ledger: bench/results/ledger.json)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
     parser.add_argument("--sass", type=Path, metavar="DIR", help="keep each kernel's disassembly in this folder")
+    parser.add_argument("--timeline", action="store_true", help="print what the warps of each launch wait for (NVIDIA)")
     add_common_flags(parser)
     return parser
 
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     require_compiler()
     from bench.ledger.rows import jobs, make_rows
     from bench.ledger.rules import violations
-    from bench.ledger.table import difference, table
+    from bench.ledger.table import difference, table, timelines
 
     chosen = jobs(arguments.op, arguments.arch or list(BY_TARGET), arguments.kernel)
     whole = not (arguments.op or arguments.kernel or arguments.arch)
@@ -70,6 +71,8 @@ def main(argv: list[str]) -> int:
     if out:  # before anything that can fail: the rows took minutes
         write(out, {"versions": versions(), "rows": rows})
     print(table(rows))
+    if arguments.timeline:
+        print(f"\n{timelines(rows)}")
     if old is not None:
         print(f"\nsince {arguments.diff}:\n{difference(old['rows'], rows)}")
     broken = violations(rows)

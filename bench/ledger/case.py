@@ -76,6 +76,7 @@ class Case:
     bound      see Bound
     matrix     whether every NVIDIA target must use a matrix instruction in some kernel of the case
     shares     target -> least share of the bound that the case must reach there; refused by the rules below it
+    waits_shares  the same for the share that is left when waits are counted (timeline_launch.py)
     spills     whether spilled registers may be used in the main loop as long as they do not bind (rules.local_memory)
     baselines  name -> passes of another way to compute the same, for comparison
     """
@@ -88,6 +89,7 @@ class Case:
     bound: Bound
     matrix: bool = False
     shares: Mapping[str, float] = field(default_factory=dict)
+    waits_shares: Mapping[str, float] = field(default_factory=dict)
     spills: bool = False
     baselines: Mapping[str, tuple[Pass, ...]] = field(default_factory=dict)
 

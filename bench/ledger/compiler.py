@@ -22,7 +22,7 @@ class CannotCompile(RuntimeError):
 class Compiled:
     """What the compiler made of a launch.
 
-    assembly   nvdisasm's SASS text, or Triton's amdgcn text
+    assembly   nvdisasm's SASS text with the control bits written out (sass.with_controls), or Triton's amdgcn text
     portable   PTX, or "" on AMD
     registers  32-bit registers per thread
     spilled    bytes of local memory (AMD: scratch) per thread
@@ -105,11 +105,13 @@ def _compile(launch: Launch, ast: Any, options: dict[str, Any], target: str) -> 
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])
-        assembly, usage = run_tool("nvdisasm", "-c", str(binary)), run_tool("cuobjdump", "-res-usage", str(binary))
+        encoded, usage = run_tool("nvdisasm", "-c", "-hex", str(binary)), run_tool("cuobjdump", "-res-usage", str(binary))
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise ValueError(f"cuobjdump -res-usage does not say the registers of {launch.name} on {target}: {usage.strip()!r}")
-    return Compiled(target, assembly, kernel.asm["ptx"], int(found[1]), int(found[2]), shared, columns)
+    from bench.ledger import sass
+
+    return Compiled(target, sass.with_controls(encoded), kernel.asm["ptx"], int(found[1]), int(found[2]), shared, columns)
 
 
 @functools.cache

@@ -11,6 +11,22 @@ FALLS, BRANCHES, JUMPS, ENDS, CALLS = "falls", "branches", "jumps", "ends", "cal
 
 
 @dataclass(frozen=True)
+class Control:
+    """What NVIDIA's compiler encodes in an instruction for the scheduler, which checks nothing else.
+
+    stall  cycles until the warp's next instruction may issue
+    wait   scoreboards (of six) that must be clear before it issues
+    write  scoreboard that clears when its result is there; None when the stall counts see to that
+    read   scoreboard that clears when it has read its operands
+    """
+
+    stall: int = 1
+    wait: tuple[int, ...] = ()
+    write: int | None = None
+    read: int | None = None
+
+
+@dataclass(frozen=True)
 class Instruction:
     """``opcode`` without modifiers, what it is written with, and how control leaves it (``target`` names a label)."""
 
@@ -18,6 +34,7 @@ class Instruction:
     text: str
     flow: str = FALLS
     target: str | None = None
+    control: Control = Control()
 
 
 @dataclass(frozen=True)

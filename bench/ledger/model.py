@@ -60,7 +60,7 @@ def family(instruction: Instruction) -> str:
     """ "group" (four warps share an instruction), "memory" (operands in tensor memory) or "warp"."""
     if instruction.opcode.startswith("UTC"):
         return "memory"
-    return "group" if instruction.opcode in ("HGMMA", "IGMMA", "QGMMA", "BGMMA") else "warp"
+    return "group" if instruction.opcode in sass.GROUP else "warp"
 
 
 @functools.cache
@@ -81,19 +81,23 @@ def resident(chip: Chip, compiled: Compiled, warps: int) -> int:
     return 0 if compiled.shared > chip.shared_block else min(fits)
 
 
-def per_warp(body: Body, work: Work, machine: ModuleType) -> Costs:
-    """All that one warp of a program does: the main loop's trips, the loops around it, and the rest once.
+def loop_trips(body: Body, work: Work, machine: ModuleType) -> float:
+    """Trips that a program makes through the main loop in machine code; 0 when the kernel has no loop.
 
     Trips that the compiler took out of the loop (a pipeline's last ones, an unrolled loop's remainder) stand in the rest, which is
     seen from its matrix instructions; they are not counted again.
     """
-    loop, rest = costs(body.instructions, machine), costs(body.rest, machine)
-    trips = 1.0
-    if body.looped:
-        each = sum(loop.flops.values())
-        taken_out = sum(rest.flops.values()) / each if each else 0
-        trips = max(work.iterations / body.unrolled - taken_out, 0)
-    return rest.plus(costs(body.enclosing, machine), work.outer).plus(loop, trips)
+    if not body.looped:
+        return 0.0
+    each, rest = (sum(costs(part, machine).flops.values()) for part in (body.instructions, body.rest))
+    return max(work.iterations / body.unrolled - (rest / each if each else 0), 0)
+
+
+def per_warp(body: Body, work: Work, machine: ModuleType) -> Costs:
+    """All that one warp of a program does: the main loop's trips, the loops around it, and the rest once."""
+    trips = loop_trips(body, work, machine) if body.looped else 1.0
+    loop, around, rest = (costs(part, machine) for part in (body.instructions, body.enclosing, body.rest))
+    return rest.plus(around, work.outer).plus(loop, trips)
 
 
 def limits(chip: Chip, compiled: Compiled, body: Body, work: Work, programs: int, warps: int) -> dict[str, float]:

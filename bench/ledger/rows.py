@@ -1,5 +1,6 @@
 """From a case and a chip to the ledger's row: compiled facts, the model's times, and the share of the bound."""
 
+import math
 import multiprocessing
 import re
 from collections import Counter
@@ -9,12 +10,13 @@ from math import prod
 from pathlib import Path
 
 from bench.ledger import sass
-from bench.ledger.case import Case, declarations, fused_ops, work_of
+from bench.ledger.case import Case, Work, declarations, fused_ops, work_of
 from bench.ledger.chips import BY_TARGET, Chip
 from bench.ledger.compiler import CannotCompile, Compiled, compile_launch
 from bench.ledger.flow import Body
 from bench.ledger.model import body_of, bound_time, isa, launch_time, limits, matrix_agrees, pass_time, resident
 from bench.ledger.record import record
+from bench.ledger.timeline_launch import waits
 from kernels.launch import Launch
 from models.errors import UsageError, UserError, unknown_name
 
@@ -44,6 +46,10 @@ def case_row(op: str, index: int, target: str, kernels: tuple[str, ...] = (), ke
     row["us"] = None if total is None else round(total, 3)
     row["share"] = None if total is None else round(row["bound_us"] / total, 4)
     row["least_share"] = case.shares.get(target)
+    waiting = total and sum(launch.get("waits", {}).get("us", math.nan) for launch in row["launches"]) + sum(host.values())
+    row["waits_us"] = None if total is None or math.isnan(waiting) else round(waiting, 3)
+    row["waits_share"] = row["waits_us"] and round(row["bound_us"] / row["waits_us"], 4)
+    row["least_waits_share"] = case.waits_shares.get(target)
     row["needs_matrix"], row["may_spill"] = case.matrix, case.spills
     return row
 
@@ -70,7 +76,37 @@ def launch_row(op: str, case: Case, index: int, launch: Launch, chip: Chip, keep
     seconds, row["binds"] = launch_time(found)
     row["us"] = round(seconds * MICRO, 3)
     row["limits_us"] = {name: round(s * MICRO, 3) for name, s in sorted(found.items(), key=lambda item: -item[1]) if s}
+    if isa(chip.target) is sass:
+        row["waits"] = waits_row(chip, compiled, body, work, launch, found)
     return row
+
+
+def waits_row(chip: Chip, compiled: Compiled, body: Body, work: Work, launch: Launch, found: dict[str, float]) -> dict:
+    """The launch in the timeline: when its loads hit in L2, when they miss, and between them by what the case declares to miss.
+
+    Never less than the bound without waits. A launch whose programs leave at once (no iterations) waits for nothing but its loads,
+    which the bound has.
+    """
+    least = launch_time(found)[0] * MICRO
+    if not work.iterations:
+        return {"us": round(least, 3)}
+    programs = prod(launch.grid)
+    hit, miss = (
+        waits(chip, compiled, body, work, programs, launch.num_warps, found, latency)
+        for latency in (chip.l2_latency, chip.hbm_latency)
+    )
+    missing = min(work.hbm_read / work.l2_read, 1) if work.l2_read else 1
+    seconds = hit.seconds + missing * (miss.seconds - hit.seconds)
+    shown = {"us": max(seconds * MICRO, least), "hit_us": hit.seconds * MICRO, "miss_us": miss.seconds * MICRO}
+    nearer = miss if missing > 0.5 else hit
+    return {
+        **{name: round(us, 3) for name, us in shown.items()},
+        "cycles": round(nearer.cycles, 1),
+        "tensor": round(nearer.tensor, 3),
+        "outside": round(nearer.outside, 3),
+        "spent": {cause: round(share, 3) for cause, share in nearer.spent.items() if share >= 0.005},
+        "worst": [f"{share:.1%} {cause} at {at}: {text}" for share, cause, at, text in nearer.worst],
+    }
 
 
 def configuration(launch: Launch) -> str:

@@ -3,14 +3,17 @@
 import re
 from collections.abc import Sequence
 
-from bench.ledger.flow import BRANCHES, CALLS, ENDS, FALLS, JUMPS, Code, Instruction
+from bench.ledger.flow import BRANCHES, CALLS, ENDS, FALLS, JUMPS, Code, Control, Instruction
 
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_]*)(\S*)(.*?)\s*;")
+_ENCODED = re.compile(r"^(\s*/\*[0-9a-f]{4,}\*/.*?;)\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* 0x([0-9a-f]{16}) \*/", re.MULTILINE)
+_CONTROL = re.compile(r"/\* B([-0-5]{6}) R([-0-5]) W([-0-5]) S(\d\d) \*/")
 _LABEL = re.compile(r"^([.$\w]+):\s*$")
 _TARGET = re.compile(r"`\((.+?)\)")
 _WIDTH = re.compile(r"\.(?:U|S)?(8|16|32|64|128)\b")
 
 MATRIX = {"HMMA", "IMMA", "BMMA", "DMMA", "HGMMA", "IGMMA", "QGMMA", "BGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA"}
+GROUP = {"HGMMA", "IGMMA", "QGMMA", "BGMMA"}
 SHAPES = {
     "16816": (16, 8, 16),
     "1688": (16, 8, 8),
@@ -38,21 +41,49 @@ PIPES = {
 PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes}
 
 
+def with_controls(text: str) -> str:
+    """The output of ``nvdisasm -c -hex`` with, in place of each instruction's 128 bits, what they tell the scheduler.
+
+    ``/* B01---- R2 W- S04 */``: scoreboards waited for, set until operands are read, set until the result is there; stall cycles.
+    From bit 105 up (Volta to Blackwell, as published for CuAssembler and seen here): 4 bits stall, 1 yield, 3 write scoreboard,
+    3 read scoreboard (7: none), 6 mask of waits.
+    """
+
+    def shown(found: re.Match) -> str:
+        bits = int(found[2], 16) >> 41
+        wait = "".join(str(i) if bits >> (11 + i) & 1 else "-" for i in range(6))
+        write, read = ("-" if (bits >> at & 7) > 5 else bits >> at & 7 for at in (5, 8))
+        return f"{found[1]}  /* B{wait} R{read} W{write} S{bits & 15:02d} */"
+
+    return _ENCODED.sub(shown, text)
+
+
 def parse(text: str) -> Code:
-    """Code of the one kernel in the output of ``nvdisasm -c``. Raises ValueError when it holds no instruction."""
+    """Code of the one kernel in the output of ``nvdisasm -c``, with the controls of ``with_controls`` where it has them.
+
+    Raises ValueError when it holds no instruction.
+    """
     instructions, labels = [], {}
     for line in text.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif found := _LINE.match(line):
             predicate, opcode, modifiers, operands = found.groups()
-            instructions.append(_instruction(predicate, opcode, modifiers, operands))
+            instructions.append(_instruction(predicate, opcode, modifiers, operands, _control(line)))
     if not instructions:
         raise ValueError("no machine code in nvdisasm's output")
     return Code(instructions, labels)
 
 
-def _instruction(predicate: str | None, opcode: str, modifiers: str, operands: str) -> Instruction:
+def _control(line: str) -> Control:
+    found = _CONTROL.search(line)
+    if found is None:
+        return Control()
+    read, write = (None if scoreboard == "-" else int(scoreboard) for scoreboard in found.group(2, 3))
+    return Control(int(found[4]), tuple(int(i) for i in found[1] if i != "-"), write, read)
+
+
+def _instruction(predicate: str | None, opcode: str, modifiers: str, operands: str, control: Control) -> Instruction:
     written = f"{predicate + ' ' if predicate else ''}{opcode}{modifiers}{operands}"
     target = _TARGET.search(operands)
     flow = FALLS
@@ -61,7 +92,7 @@ def _instruction(predicate: str | None, opcode: str, modifiers: str, operands: s
         flow = BRANCHES if conditional else JUMPS
     elif opcode in ("CALL", "EXIT", "RET", "BRX", "BRXU", "JMX", "KILL"):
         flow = CALLS if opcode == "CALL" else BRANCHES if predicate else ENDS
-    return Instruction(opcode, written, flow, target[1] if target and flow in (BRANCHES, JUMPS, CALLS) else None)
+    return Instruction(opcode, written, flow, target[1] if target and flow in (BRANCHES, JUMPS, CALLS) else None, control)
 
 
 def is_matrix(instruction: Instruction) -> bool:
@@ -130,6 +161,11 @@ def shared_bytes(instruction: Instruction, lanes: int = 32) -> float:
         left_in_registers = re.search(r"R\d+,\s*R\d+,\s*gdesc", text) is not None
         return element * k * (n + (0 if left_in_registers else m)) / 4
     return 0
+
+
+def global_bytes(instruction: Instruction, lanes: int = 32) -> int:
+    """Bytes that a warp moves to or from L2."""
+    return lanes * width(instruction.text) if is_global(instruction) and not instruction.text.startswith("@!PT ") else 0
 
 
 def width(text: str) -> int:

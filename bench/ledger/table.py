@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-HEAD = ("kernel", "chip", "regs", "spill", "shared", "matrix", "loop", "local", "us", "binds", "share")
-WIDE = 34
+HEAD = ("kernel", "chip", "regs", "spill", "shared", "matrix", "loop", "local", "us", "binds", "share", "waits", "share")
+WIDE = 30
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -19,34 +19,42 @@ def table(rows: Sequence[dict]) -> str:
             lines += _aligned([HEAD, *(cells for row in block for cells in _lines(row))])
             refused = [(row["chip"], launch["error"]) for row in block for launch in row["launches"] if "error" in launch]
             lines += [f"    {chip}: {error}" for chip, error in refused]
+    if unsimulated := sorted({row["chip"] for row in rows if not row["target"].startswith("sm_")}):
+        lines.append(f"\nwaits: not simulated on {', '.join(unsimulated)}")
     return "\n".join(lines)
 
 
 def _lines(row: dict) -> Iterator[tuple[str, ...]]:
     launches = row["launches"]
     alone = len(launches) == 1 and not row["host"] and row["us"] is not None
-    share = "-" if row["share"] is None else f"{row['share']:.0%}"
+    shares = _percent(row["share"]), _percent(row["waits_share"])
     for launch in launches:
-        yield _launch(launch, row["chip"], share if alone else "")
+        yield _launch(launch, row["chip"], shares if alone else ("", ""))
     for name, us in row["host"].items():
-        yield (f"torch {name}", row["chip"], *[""] * 6, micro(us), "", "")
+        yield (f"torch {name}"[:WIDE], row["chip"], *[""] * 6, micro(us), "", "", "", "")
     if not alone:
-        yield ("total", row["chip"], *[""] * 6, micro(row["us"]), "", share)
+        yield ("total", row["chip"], *[""] * 6, micro(row["us"]), "", shares[0], micro(row["waits_us"]), shares[1])
     for name, us in row["baselines"].items():
-        yield (f"({name})"[:WIDE], row["chip"], *[""] * 6, micro(us), "", f"{us / row['us']:.1f}x" if row["us"] else "")
+        times = f"{us / row['us']:.1f}x" if row["us"] else ""
+        yield (f"({name})"[:WIDE], row["chip"], *[""] * 6, micro(us), "", times, "", "")
 
 
-def _launch(launch: dict, chip: str, share: str) -> tuple[str, ...]:
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _launch(launch: dict, chip: str, shares: tuple[str, str]) -> tuple[str, ...]:
     name = launch["kernel"][:WIDE]
     if "error" in launch:
-        return (name, chip, *["-"] * 6, "-", "refused", share)
+        return (name, chip, *["-"] * 6, "-", "refused", shares[0], "-", shares[1])
     loop = launch["loop"]
     size = f"{loop['instructions']}" + (f"/{loop['unrolled']}" if loop["unrolled"] > 1 else "")
     shared = f"{launch['shared'] / 1024:.3g}/{launch['shared_limit'] // 1024}K"
     matrix = launch["matrix"].removeprefix("v_mfma_")
     sizes = (str(launch["registers"]), str(launch["spilled"]), shared)
     code = (matrix, size if loop["looped"] else f"({size})", str(loop["local"]))
-    return (name, chip, *sizes, *code, micro(launch.get("us")), launch.get("binds", "too big"), share)
+    waits = micro(launch.get("waits", {}).get("us"))
+    return (name, chip, *sizes, *code, micro(launch.get("us")), launch.get("binds", "too big"), shares[0], waits, shares[1])
 
 
 def micro(us: float | None) -> str:
@@ -62,6 +70,27 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
         return ("    " + "  ".join(padded)).rstrip()
 
     return [aligned(line) for line in cells]
+
+
+def timelines(rows: Sequence[dict]) -> str:
+    """For each simulated launch: what its main loop's warps wait for, most first, and the instructions that wait longest."""
+    simulated = [(row, launch) for row in rows for launch in row["launches"] if "spent" in launch.get("waits", {})]
+    return "\n".join(line for row, launch in simulated for line in _timeline(row, launch)) or "no launch was simulated"
+
+
+def _timeline(row: dict, launch: dict) -> Iterator[str]:
+    waits = launch["waits"]
+    yield f"{row['op']} {row['case']}, {row['direction']}, {row['dtype']}: {launch['kernel']} on {row['chip']}"
+    yield (
+        f"    {micro(launch['us'])} us without waits ({launch['binds']}), {micro(waits['hit_us'])} when loads hit in L2, "
+        f"{micro(waits['miss_us'])} when they miss; {launch['resident']} resident programs"
+    )
+    part = "a trip of the main loop" if launch["loop"]["looped"] else "a program"
+    outside = f", {waits['outside']:.0%} of the launch is outside it" if launch["loop"]["looped"] else ""
+    yield f"    {part}: {waits['cycles']:,.0f} cycles, matrix unit busy {waits['tensor']:.0%}{outside}"
+    spent = (f"{cause} {share:.0%}" for cause, share in waits["spent"].items() if share >= 0.01)
+    yield f"    cycles of its warps: {', '.join(spent)}"
+    yield from (f"        {worst}" for worst in waits["worst"])
 
 
 def entries(rows: Sequence[dict]) -> dict[tuple, dict]:
@@ -93,6 +122,7 @@ def _measures(launch: dict) -> dict[str, object]:
         return {"refused": launch["error"]}
     return {
         "us": launch.get("us"),
+        "waits": launch.get("waits", {}).get("us"),
         "registers": launch["registers"],
         "spilled": launch["spilled"],
         "loop": launch["loop"]["instructions"] / launch["loop"]["unrolled"],
