@@ -14,3 +14,10 @@ def settings_for(data_dir, arm="table/table/none/float", **changes):
 
 def train(data_dir, out, arm="table/table/none/float", resume=False, **changes):
     return train_run(settings_for(data_dir, arm, **changes), TokenData.open(data_dir), out, resume, label=arm)
+
+
+def masked(run):
+    """A batch of ``run`` with unevenly ignored targets: most of row 0, all of row 1."""
+    inputs, targets = run.batches.rows(0, run.settings.train.batch_size)
+    targets[0, :9], targets[1], targets[2, 5:] = -100, -100, -100
+    return inputs, targets

@@ -54,11 +54,15 @@ def evaluate_loss(
     rows: int = 16,
     limit: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Score:
     """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes at most so many, evenly spaced.
 
     ``byte_lengths`` int [V]: bytes of each token. Leaves the model's mode and the random state as they were. Raises Interrupted
-    when ``should_stop``, asked before each batch, says so.
+    when ``should_stop``, asked before each batch, says so. As ``rank`` of ``world_size`` it scores only its share of the windows:
+    the shares' sums are the whole score, and every rank takes equally many batches.
     """
     from models.data.batches import validation_windows
 
@@ -67,8 +71,9 @@ def evaluate_loss(
     windows = -(-(len(stream) - 1) // seq_len)
     model.eval()
     try:
-        # As one of so many ranks: every n-th window, because a text's beginning is not like the rest of it.
-        for inputs, targets in validation_windows(stream, seq_len, rows, world_size=-(-windows // limit) if limit else 1):
+        # A limit takes every n-th window, because a text's beginning is not like the rest of it.
+        every = -(-windows // limit) if limit else 1
+        for inputs, targets in validation_windows(stream, seq_len, rows, rank=rank * every, world_size=world_size * every):
             if should_stop():
                 raise Interrupted
             nats += model.nll(inputs.to(device), targets.to(device)).double().sum().item()

@@ -10,6 +10,7 @@ from models.settings import RunSettings, apply, override, parse_assignments, pro
 from models.training.folder import pretty
 from models.training.grid import parse_arms, train_grid
 from models.training.loop import train_run
+from models.training.ranks import Ranks, joined
 from models.training.report import write_report
 
 
@@ -26,7 +27,15 @@ def resolve(flags: dict[str, str], assignments: list[str]) -> RunSettings:
 
 
 def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
-    """Train as asked; prints the table of results. Returns the exit code."""
+    """Train as asked, together with the other processes if torchrun started several; prints the table of results.
+
+    Returns the exit code.
+    """
+    with joined():
+        return _train(flags, arguments)
+
+
+def _train(flags: dict[str, str], arguments: argparse.Namespace) -> int:
     settings = resolve(flags, arguments.set)
     arms = parse_arms(arguments.arms, settings.arm) if arguments.arms else {}
     if arms and (clash := [f for f in ("arm.interface", "arm.head", "arm.prior", "arm.linear") if f in flags]):
@@ -42,7 +51,8 @@ def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
         table = train_grid(settings, arms, data, out, arguments.resume)
     else:
         result = train_run(settings, data, out, arguments.resume, label=settings.arm.parts)
-        table = write_report(out, [{"arm": settings.arm.parts, "folder": str(out), **result}])
+        rows = [{"arm": settings.arm.parts, "folder": str(out), **result}]
+        table = Ranks.current().lead(lambda: write_report(out, rows))
     print("\n" + table)
     print(f"report: {out / 'table.md'}, {out / 'loss.png'}")
     return 0

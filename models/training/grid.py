@@ -13,6 +13,7 @@ from models.settings import ArmSettings, RunSettings, check, flatten
 from models.training.folder import check_free, read_result
 from models.training.loop import choose_device, look_up, train_run
 from models.training.progress import read_metrics
+from models.training.ranks import Ranks
 from models.training.report import write_report
 
 
@@ -50,8 +51,12 @@ def train_grid(settings: RunSettings, arms: dict[str, ArmSettings], data: TokenD
         result = train_run(dataclasses.replace(settings, arm=arm), data, folder, resume, label=name.ljust(width))
         results.append({"arm": name, "parts": arm.parts, "folder": str(folder), **result})
         check_same_batches(results)
-    write_json(out / "results.json", {"settings": flatten(settings), "data": data.fingerprint, "arms": results})
-    return write_report(out, results)
+
+    def finish() -> str:
+        write_json(out / "results.json", {"settings": flatten(settings), "data": data.fingerprint, "arms": results})
+        return write_report(out, results)
+
+    return Ranks.current().lead(finish)
 
 
 def arm_folder(out: Path, name: str) -> Path:
