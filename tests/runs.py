@@ -1,8 +1,24 @@
 """Small training runs for the tests."""
 
+from pathlib import Path
+
+from support import synthetic_text
+
+from models.data.prepare import PrepareSettings, prepare
 from models.data.shards import TokenData
+from models.data.text import ReadOptions, open_source
 from models.settings import ArmSettings, RunSettings, override
 from models.training.loop import train_run
+from models.vocab.sign_codes import random_codes
+
+
+def prepare_little(root: Path) -> Path:
+    """Prepared text of a few thousand tokens with sign codes, below ``root``."""
+    (root / "text.txt").write_text(synthetic_text(240), encoding="utf-8")
+    source = open_source(str(root / "text.txt"), ReadOptions(document_bytes=300))
+    data, _ = prepare(root / "data", [source], PrepareSettings(tokenizer="bpe:280", validation_fraction=0.2))
+    random_codes(data.vocab_size, 64, seed=0, tokenizer=data.tokenizer.fingerprint).save(root / "data" / "codes.safetensors")
+    return root / "data"
 
 
 def settings_for(data_dir, arm="table/table/none/float", **changes):

@@ -6,7 +6,9 @@ with ``weights_only=True``: nothing pickled is ever executed.
 ``manifest.json`` holds the hash of each other file. The folder is written under another name, synced, then renamed.
 """
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,14 @@ from safetensors.torch import load_file, save_file
 from models.arm import LanguageModel, ModelDescription, build_model
 from models.errors import UserError
 from models.files import new_folder, read_json, sha256, write_json
+from models.settings import RunSettings, from_nested
 from models.vocab.fixed_data import blank_data
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+FILES = {"model.safetensors", "model.json", "optimizer.pt", "state.json", "config.json", "tokenizer.json"}
+# What state.json holds: how far the run is, over how many processes, and the hashes of what it read.
+STATE = {"step": (int,), "tokens": (int,), "ranks": (int,), "data": (str,), "tokenizer": (str,), "codes": (str, type(None))}
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,18 @@ class Checkpoint:
     """A checked checkpoint folder."""
 
     path: Path
-    state: dict[str, Any]  # step, tokens, run facts
-    config: dict[str, Any]  # RunSettings as nested dict
+    state: dict[str, Any]  # STATE
+    config: Any  # RunSettings as nested dict
 
     @property
     def step(self) -> int:
         return self.state["step"]
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings. UserError when the config is not that of a run of this version."""
+        with naming(self.path / "config.json"):
+            return from_nested(self.config)
 
     @property
     def model_bytes(self) -> int:
@@ -46,7 +58,8 @@ class Checkpoint:
 
         ``impl`` replaces the implementation of the ops that the run used.
         """
-        description = ModelDescription.from_json(read_json(self.path / "model.json"))
+        with naming(self.path / "model.json"):
+            description = ModelDescription.from_json(read_json(self.path / "model.json"))
         if impl:
             description = description.with_impl(impl)
         with torch.device("meta"):
@@ -68,7 +81,11 @@ class Checkpoint:
 def load_weights(model: LanguageModel, path: Path, assign: bool) -> None:
     """Load ``path`` strictly into ``model``; UserError lists what does not fit."""
     try:
-        model.load_state_dict(load_file(path), strict=True, assign=assign)
+        weights = load_file(path)
+        for name, tensor in model.state_dict().items():
+            if name in weights and weights[name].dtype != tensor.dtype:
+                raise RuntimeError(f"{name} is {weights[name].dtype}, not {tensor.dtype}")
+        model.load_state_dict(weights, strict=True, assign=assign)
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{path}: does not fit the model it claims to be ({error})") from error
 
@@ -117,12 +134,34 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
         raise UserError(f"{path / MANIFEST}: a foreign or newer checkpoint format (this version reads format {FORMAT})")
+    if missing := sorted(FILES - manifest["files"].keys()):
+        raise UserError(f"{path / MANIFEST}: damaged (it does not list {missing[0]}); use another checkpoint")
     for name, digest in manifest["files"].items():
+        if name not in FILES:
+            raise UserError(f"{path / MANIFEST}: damaged (it lists {name!r:.60}, no file of a checkpoint); use another checkpoint")
         if not (path / name).is_file():
             raise UserError(f"{path}: {name} is missing; use another checkpoint")
         if sha256(path / name) != digest:
             raise UserError(f"{path / name}: damaged (its hash is not the one in {MANIFEST}); use another checkpoint")
-    return Checkpoint(path, state=read_json(path / "state.json"), config=read_json(path / "config.json"))
+    return Checkpoint(path, state=_read_state(path / "state.json"), config=read_json(path / "config.json"))
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state = read_json(path)
+    for name, kinds in STATE.items():
+        value = state.get(name, ...) if isinstance(state, dict) else ...
+        if type(value) not in kinds or (type(value) is int and not 0 <= value < 1 << 62):
+            raise UserError(f"{path}: damaged, or of another version ({name} is missing or no such value); use another checkpoint")
+    return state
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let a UserError of the block begin with ``path``, where its cause lies."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from models.evaluation.loss import Interrupted, Score, evaluate_loss
 from models.files import write_json
 from models.ops import check_impl, describe_ops
 from models.presets import describe
-from models.settings import RunSettings, flatten, from_nested
+from models.settings import RunSettings, flatten
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
 from models.training.folder import check_free, claim, read_result, record, refuse_changes
 from models.training.gradients import GradientSum
@@ -99,19 +99,19 @@ class Run:
         self.ranks.require_equal("checkpoint", [self.step, *(p.detach().double().sum().item() for p in self.model.parameters())])
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        refuse_changes(from_nested(checkpoint.config), self.settings, checkpoint.path)
+        refuse_changes(checkpoint.settings, self.settings, checkpoint.path)
         for what, now in self.facts.items():
             if checkpoint.state[what] != now:
                 raise UserError(f"{checkpoint.path}: trained with other {what} than these; give the old {what}, or another --out")
         logged = read_metrics(self.out / "metrics.jsonl")[: checkpoint.step]
-        if [row["step"] for row in logged] != list(range(1, checkpoint.step + 1)):
+        if len(logged) != checkpoint.step or any(row["step"] != i for i, row in enumerate(logged, start=1)):
             raise UserError(
                 f"{self.out / 'metrics.jsonl'}: was cut or changed (it lacks steps that {checkpoint.path.name} is the result of); "
                 "put the old file back, or give another --out"
             )
         checkpoint.load_into(self.model, self.optimizer)
         self.step, self.tokens = checkpoint.step, checkpoint.state["tokens"]
-        before = checkpoint.state.get("ranks", 1)
+        before = checkpoint.state["ranks"]
         if before != self.ranks.size and self.ranks.leader:
             way = f"saved by {before} processes, continued by {self.ranks.size}"
             _log.warning("%s: %s: the same batches, but sums in another order, so not the same bits", checkpoint.path, way)
