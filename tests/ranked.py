@@ -103,7 +103,8 @@ def main(argv: list[str]) -> None:
         if scenario == "fails":
             fails(Path(data), Path(out), int(rest[0]), rest[1])
         else:
-            {"whole_runs": whole_runs, "stops": stops}[scenario](Path(data), Path(out))
+            whole_runs(Path(data), Path(out))
+            stops(Path(data), Path(out))
 
 
 if __name__ == "__main__":

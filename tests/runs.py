@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
 from support import synthetic_text
 
 from models.data.prepare import PrepareSettings, prepare
 from models.data.shards import TokenData
 from models.data.text import ReadOptions, open_source
 from models.settings import ArmSettings, RunSettings, override
+from models.training.checkpoint import find_checkpoint
 from models.training.loop import train_run
 from models.vocab.sign_codes import random_codes
 
@@ -30,6 +33,16 @@ def settings_for(data_dir, arm="table/table/none/float", **changes):
 
 def train(data_dir, out, arm="table/table/none/float", resume=False, **changes):
     return train_run(settings_for(data_dir, arm, **changes), TokenData.open(data_dir), out, resume, label=arm)
+
+
+def weights(out):
+    return load_file(find_checkpoint(out).path / "model.safetensors")
+
+
+def assert_same_weights(a, b):
+    ours, theirs = weights(a), weights(b)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def masked(run):

@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from models.data.shards import TokenData
 from models.errors import UsageError
 from models.files import read_json
-from models.training.checkpoint import find_checkpoint
 from models.training.gradients import layout
 from models.training.loop import Run
 from models.training.progress import read_metrics
 from models.training.ranks import Ranks, joined
-from runs import masked, prepare_little, settings_for, train
+from runs import masked, prepare_little, settings_for, train, weights
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
@@ -51,10 +50,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
-
-
-def weights(out):
-    return load_file(find_checkpoint(out).path / "model.safetensors")
 
 
 def assert_alike(one, several, tolerance):
@@ -92,10 +87,10 @@ def two_ranks(data_dir, tmp_path_factory):
         patch.setattr(Run, "_step", stopping)
         with pytest.raises(Exception, match="SIGTERM after step 2"):
             train(data_dir, out / "begun", ARMS[0], **RECIPE)
-    done = torchrun(2, "tests/ranked.py", "whole_runs", data_dir, out)
+    done = torchrun(2, "tests/ranked.py", "agree", data_dir, out)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "saved by 1 processes, continued by 2" in done.stderr
-    assert sum("2 processes" in line for line in done.stdout.splitlines()) == len(ARMS) + 1, "not only rank 0 prints"
+    assert sum("2 processes" in line for line in done.stdout.splitlines()) == len(ARMS) + 8, "not only rank 0 prints"
     return out
 
 
@@ -127,13 +122,11 @@ def test_uneven_masks_over_ranks_in_fp64(data_dir, tmp_path, two_ranks):
         torch.testing.assert_close(parameter.grad, theirs[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_signal_to_one_rank_stops_all_and_loses_nothing(data_dir, tmp_path):
-    done = torchrun(2, "tests/ranked.py", "stops", data_dir, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert read_json(tmp_path / "places.json") == {"_backward": 1, "evaluate_loss": 3, "save_checkpoint": 2}
-    whole = weights(tmp_path / "whole")
+def test_a_signal_to_one_rank_stops_all_and_loses_nothing(two_ranks):
+    assert read_json(two_ranks / "places.json") == {"_backward": 1, "evaluate_loss": 3, "save_checkpoint": 2}
+    whole = weights(two_ranks / "whole")
     for name in ("_backward", "evaluate_loss", "save_checkpoint"):
-        resumed = weights(tmp_path / name)
+        resumed = weights(two_ranks / name)
         assert all(torch.equal(tensor, whole[key]) for key, tensor in resumed.items()), name
 
 

@@ -16,17 +16,31 @@ from models.data.shards import TokenData
 from models.errors import UserError
 from models.evaluation.command import arm_to_score
 from models.files import read_json, sha256, write_json
-from models.presets import describe
+from models.presets import PRESETS, Preset, describe
 from models.training.checkpoint import MANIFEST, find_checkpoint, naming, open_checkpoint
 from models.training.loop import Run
 from models.training.schedule import build_optimizer
 from models.vocab.fixed_data import blank_data
 from models.vocab.sign_codes import SignCodes
 from models.vocab.tokenizer import load_tokenizer
-from runs import settings_for, train
+from runs import prepare_little, settings_for, train
 
 COUNTS = [pytest.param(100, id="some"), pytest.param(2000, id="many", marks=pytest.mark.slow)]
 ARM = "kron/code/fixed/float"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def minute():
+    """A body of a few thousand weights: a load should take the time of its checks."""
+    body = {"width": 16, "layers": 1, "heads": 2, "ffn": 32, "context": 64}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "gpt2-tiny", Preset("gpt2", body, 64, "minute"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return prepare_little(tmp_path_factory.mktemp("little"))
 
 
 @pytest.fixture(scope="module")

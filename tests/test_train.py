@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
@@ -20,19 +19,9 @@ from models.training.grid import check_same_batches, parse_arms, train_grid
 from models.training.loop import Run, train_run
 from models.training.progress import read_metrics
 from models.training.signals import Stopped
-from runs import settings_for, train
+from runs import assert_same_weights, settings_for, train, weights
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def weights(out):
-    return load_file(find_checkpoint(out).path / "model.safetensors")
-
-
-def assert_same_weights(a, b):
-    ours, theirs = weights(a), weights(b)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def stop_after(monkeypatch, step):

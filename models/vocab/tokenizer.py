@@ -43,7 +43,9 @@ class Tokenizer:
         """The tokenizer that ``to_json`` (or any tokenizer.json) describes. Raises UserError when it cannot be read."""
         try:
             return cls(tokenizers.Tokenizer.from_str(text))
-        except Exception as error:  # the library raises plain Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and where Rust panics an heir of BaseException
             raise UserError(f"not a tokenizer.json: {error}") from error
 
     def to_json(self) -> str:
