@@ -103,12 +103,16 @@ def _json(original: bytes, draw: random.Random) -> bytes:
         elif kind == 2 and isinstance(holder, dict):
             holder[draw.choice(["", "x", "type", "__class__", key.upper()])] = holder.pop(key)
         elif kind == 3 and isinstance(holder, dict):
-            holder[key] = Twice(holder[key], draw.choice(VALUES))
+            holder[key] = Twice(holder[key], _value(draw))
         elif kind == 4 and isinstance(holder[key], int):
             holder[key] += draw.choice([-1, 1, 2**20, -(2**20)])
         else:
-            holder[key] = draw.choice(VALUES)
+            holder[key] = _value(draw)
     return _write(value).encode("utf-8", "surrogatepass")
+
+
+def _value(draw: random.Random) -> Any:
+    return copy.deepcopy(draw.choice(VALUES))  # later mutations change it
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -6,6 +6,8 @@ stopped. It also divides by the number of ranks, where the trainer has divided b
 layout of the buckets is fixed, which makes the sum the same function of the gradients in every step.
 """
 
+from __future__ import annotations  # torch can be built without torch.distributed
+
 import contextlib
 from collections.abc import Iterable, Iterator
 

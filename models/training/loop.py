@@ -161,7 +161,8 @@ class Run:
         if number or (every and self.step % every == 0):
             metrics.sync()  # a checkpoint must never be ahead of its log
             self.save()
-        if number or (number := self.asked_to_stop(stop)):  # a save may take long
+            number = self.asked_to_stop(stop)  # again: a save may take long
+        if number:
             raise Stopped(number, self.step)
 
     def _step(self) -> dict[str, Any]:

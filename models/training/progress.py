@@ -65,9 +65,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class ProgressLine:
     """One line that rewrites itself on a terminal, and is silent elsewhere."""
 
-    def __init__(self, label: str, total: int, stream: TextIO = sys.stdout) -> None:
-        self._label, self._total, self._stream = label, total, stream
-        self._live = stream.isatty()
+    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
+        """``stream``: None is stdout as it is now, which on all ranks but the first leads nowhere."""
+        self._label, self._total, self._stream = label, total, stream or sys.stdout
+        self._live = self._stream.isatty()
         self._start, self._first = time.monotonic(), None
         self._width = 0
 

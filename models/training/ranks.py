@@ -4,6 +4,8 @@ Rank 0, the leader, is the only one that writes and prints. Every wait for anoth
 connection closes, or after a timeout (``TABLEFREE_TIMEOUT`` seconds, 600 by default).
 """
 
+from __future__ import annotations  # torch can be built without torch.distributed
+
 import atexit
 import contextlib
 import logging
@@ -49,7 +51,7 @@ class Ranks:
     size: int = 1
 
     @staticmethod
-    def current() -> "Ranks":
+    def current() -> Ranks:
         """The ranks of the surrounding ``joined`` block; outside of one, this process alone."""
         joined_others = dist.is_available() and dist.is_initialized()
         return Ranks(dist.get_rank(), dist.get_world_size()) if joined_others else Ranks()
