@@ -37,13 +37,13 @@ def data_dir(tmp_path_factory):
 # Stops
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(data_dir, tmp_path, kills):
     command = [sys.executable, str(ROOT / "tests" / "kills.py"), str(data_dir), str(tmp_path), str(kills)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"killed {kills} times" in done.stdout or kills > 5 and "killed" in done.stdout
+    assert f"killed {kills} times" in done.stdout
 
 
 def test_a_signal_between_micro_batches(data_dir, tmp_path, monkeypatch):
@@ -104,19 +104,18 @@ def test_a_full_disk_keeps_the_last_checkpoint(data_dir, tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize("size, named", [(1 << 20, "step_00000001: cannot be saved"), (4 << 20, "step_00000001: cannot be saved"),
-                                         (700, "config.json: File too large")])  # fmt: skip
-def test_no_room_for_a_file(data_dir, tmp_path, size, named):
-    """Neither for the weights (3.5 MB), nor for the optimizer's state (7 MB), nor for the settings."""
-    call = f"train(Path({str(data_dir)!r}), Path({str(tmp_path / 'run')!r}), train__save_every=1)"
-    code = f"from pathlib import Path\nfrom models.cli import run_cli\nfrom runs import train\nrun_cli(lambda _: {call} and None)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "tests", env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and len(errors) == 1 and named in errors[0] and "Traceback" not in done.stderr, done.stderr
-    assert not list((tmp_path / "run").rglob("*.tmp")) and not list((tmp_path / "run").rglob("step_*"))
+@pytest.mark.parametrize("size", [1 << 20, 4 << 20])
+def test_no_room_for_a_file(data_dir, tmp_path, size):
+    """Neither for the weights (3.5 MB) nor for the optimizer's state (7 MB): refused by the kernel, half-way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        with pytest.raises(UserError, match="step_00000001: cannot be saved .*there is no earlier checkpoint"):
+            train(data_dir, tmp_path, train__save_every=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "checkpoints").iterdir()) == [] and not list(tmp_path.rglob("*.tmp"))
+    train(data_dir, tmp_path, resume=True)
 
 
 # Numbers that are not finite
@@ -162,11 +161,11 @@ ON = {"optim__clip": 0.1, "optim__weight_decay": 0.3, "optim__warmup_steps": 2, 
 
 def test_every_option_off_and_each_one_alone(data_dir, tmp_path):
     assert {name.replace("__", ".") for name in OFF | ON} <= flatten(RunSettings()).keys()
-    plain = train(data_dir, tmp_path / "off", **OFF)
-    assert plain["loss"] < 5.7 and [path.name for path in (tmp_path / "off" / "checkpoints").iterdir()] == ["step_00000006"]
+    plain = train(data_dir, tmp_path / "off", **OFF, train__steps=4)
+    assert plain["loss"] < 5.7 and [path.name for path in (tmp_path / "off" / "checkpoints").iterdir()] == ["step_00000004"]
     for name, value in ON.items():
-        result = train(data_dir, tmp_path / name, **OFF | {name: value})
-        assert result["loss"] == pytest.approx(plain["loss"], rel=0.05) and result["steps"] == 6, name
+        result = train(data_dir, tmp_path / name, **OFF | {name: value}, train__steps=4)
+        assert result["loss"] == pytest.approx(plain["loss"], rel=0.05) and result["steps"] == 4, name
 
 
 def test_training_and_evaluation_have_no_dropout(data_dir, tmp_path):
@@ -187,7 +186,7 @@ def test_strange_documents_are_prepared_and_trained_on(tmp_path):
     files = {
         "a.txt": synthetic_text(150), "empty.txt": "", "blank.txt": " \n\n \t\n",
         "nul.txt": "before\0after\0\0\n\nmore\x01\x02 text " * 9,
-        "word.txt": "x" * 200_000, "lines.txt": "\n".join("ab\r\v\f\u2028\u0085 c" for _ in range(3000)),
+        "word.txt": "x" * 20_000, "lines.txt": "\n".join("ab\r\v\f\u2028\u0085 c" for _ in range(300)),
         "unicode.txt": "".join(chr(c) for c in range(1, 0x3000)) + "\U0010ffff\ufffe\ufeff",
     }  # fmt: skip
     (tmp_path / "text").mkdir()

@@ -95,16 +95,24 @@ class Ranks:
         """
         if self.size == 1:
             return action()
-        answer: list[Any] = [None, None]
         try:
-            if self.leader:
-                answer = [True, action()]
-        finally:
-            with talking():
-                dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-        if not answer[0]:
+            own = (True, action()) if self.leader else (False, None)
+        except BaseException:
+            with contextlib.suppress(PeerLost):  # this rank's own error is the one to report
+                _from_leader((False, None))
+            raise
+        done, value = _from_leader(own)
+        if not done:
             raise LeaderFailed("rank 0 failed")
-        return answer[1]
+        return value
+
+
+def _from_leader(own: tuple[bool, Any]) -> tuple[bool, Any]:
+    """What rank 0 calls this with, on every rank."""
+    box = [own]
+    with talking():
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
 
 
 @contextlib.contextmanager
