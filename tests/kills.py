@@ -18,7 +18,7 @@ from models.training.checkpoint import latest_checkpoint
 from models.training.progress import read_metrics
 from runs import train
 
-STEPS_A_KILL = 3
+STEPS_A_KILL = 5  # more than a child takes before it is killed
 
 
 def child(data: Path, out: Path, steps: int) -> int:
@@ -37,12 +37,12 @@ def child(data: Path, out: Path, steps: int) -> int:
 def kill_once(process: int, out: Path, draw: random.Random) -> bool:
     """Kill ``process`` some steps from now, at a random moment of one; False if it had finished before."""
     log = out / "metrics.jsonl"
-    target = len(read_metrics(log)) + draw.randrange(STEPS_A_KILL)
+    target = len(read_metrics(log)) + draw.randrange(3)
     while len(read_metrics(log)) < target:
         if os.waitpid(process, os.WNOHANG) != (0, 0):
             return False
         time.sleep(0.001)
-    time.sleep(draw.uniform(0, 0.25))
+    time.sleep(draw.uniform(0, 0.15))
     os.kill(process, signal.SIGKILL)
     return os.waitpid(process, 0)[1] == signal.SIGKILL
 

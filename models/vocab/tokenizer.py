@@ -18,7 +18,7 @@ import tokenizers
 from models.errors import UserError
 from models.files import write_text
 from models.vocab.packages import PACKAGED
-from models.vocab.token_bytes import Vocabulary, read_vocabulary
+from models.vocab.token_bytes import MOST_IDS, Vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
@@ -42,10 +42,17 @@ class Tokenizer:
     def from_json(cls, text: str) -> "Tokenizer":
         """The tokenizer that ``to_json`` (or any tokenizer.json) describes. Raises UserError when it cannot be read."""
         try:
-            return cls(tokenizers.Tokenizer.from_str(text))
-        except (KeyboardInterrupt, SystemExit):
+            backend = tokenizers.Tokenizer.from_str(text)
+            largest = max(backend.get_vocab().values(), default=0)
+            if largest >= MOST_IDS:
+                raise UserError(f"not a usable tokenizer.json: id {largest:,} is beyond the {MOST_IDS:,} that are supported")
+            backend.to_str()  # panics for some files that it reads
+            return cls(backend)
+        except UserError:
             raise
         except BaseException as error:  # the library raises plain Exception, and where Rust panics an heir of BaseException
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"not a tokenizer.json: {error}") from error
 
     def to_json(self) -> str:
