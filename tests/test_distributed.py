@@ -33,14 +33,14 @@ def data_dir(tmp_path_factory):
 def torchrun(ranks: int, *arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600, env=ENVIRONMENT
+        [*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=1200, env=ENVIRONMENT
     )
 
 
 def start(rank: int, ranks: int, port: int, *arguments) -> subprocess.Popen:
     """One rank without torchrun, so that its own output and exit code can be seen."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    place |= {"TABLEFREE_TIMEOUT": 60 if "hangs" not in arguments else 15}
+    place |= {"TABLEFREE_TIMEOUT": 600 if "hangs" not in arguments else 60}  # a busy machine takes long to start
     environment = ENVIRONMENT | {name: str(value) for name, value in place.items()}
     command = [sys.executable, "tests/ranked.py", *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -89,7 +89,7 @@ def two_ranks(data_dir, tmp_path_factory):
             train(data_dir, out / "begun", ARMS[0], **RECIPE)
     done = torchrun(2, "tests/ranked.py", "agree", data_dir, out)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "saved by 1 processes, continued by 2" in done.stderr
+    assert "saved by 1 and continued by 2 processes" in done.stderr
     assert sum("2 processes" in line for line in done.stdout.splitlines()) == len(ARMS) + 8, "not only rank 0 prints"
     return out
 
@@ -141,10 +141,10 @@ def test_one_failure_ends_all_with_one_message(data_dir, tmp_path, rank, how, me
     processes = [start(i, 2, port, "fails", data_dir, tmp_path, rank, how) for i in range(2)]
     healthy = processes[1 - rank]
     try:
-        _, errors = healthy.communicate(timeout=120)
+        _, errors = healthy.communicate(timeout=900)
         assert healthy.returncode == 1, errors
         if how != "hangs":
-            errors += processes[rank].communicate(timeout=120)[1]
+            errors += processes[rank].communicate(timeout=900)[1]
             assert processes[rank].returncode == (-signal.SIGKILL if how == "killed" else 1)
     finally:
         for process in processes:

@@ -113,7 +113,7 @@ class Run:
         self.step, self.tokens = checkpoint.step, checkpoint.state["tokens"]
         before = checkpoint.state["ranks"]
         if before != self.ranks.size and self.ranks.leader:
-            way = f"saved by {before} processes, continued by {self.ranks.size}"
+            way = f"saved by {before} and continued by {self.ranks.size} processes"
             _log.warning("%s: %s: the same batches, but sums in another order, so not the same bits", checkpoint.path, way)
 
     def train(self) -> dict[str, Any]:
