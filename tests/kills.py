@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ def child(data: Path, out: Path, steps: int) -> int:
         recipe = {"train__steps": steps, "train__batch_size": 1, "train__eval_every": 2, "train__eval_rows": 2}
         train(data, out, "sign/code/trained/float", resume=True, train__save_every=1, **recipe)
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
