@@ -37,6 +37,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.encode_special_tokens = True
         self.backend = backend
+        self.origin: Path | None = None  # the file it was read from, for messages
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
@@ -82,7 +83,10 @@ class Tokenizer:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Bytes, special tokens and kind. Raises UserError for a kind of tokenizer that is not supported."""
-        return read_vocabulary(json.loads(self.to_json()))
+        try:
+            return read_vocabulary(json.loads(self.to_json()))
+        except UserError as error:
+            raise UserError(f"{self.origin}: {error}" if self.origin else str(error)) from error
 
     @cached_property
     def fingerprint(self) -> str:
@@ -177,7 +181,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 def _load_json(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_json(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_json(path.read_text(encoding="utf-8"))
+        tokenizer.origin = path
+        return tokenizer
     except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
 
