@@ -25,7 +25,8 @@ from models.vocab.fixed_data import blank_data
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-FILES = {"model.safetensors", "model.json", "optimizer.pt", "state.json", "config.json", "tokenizer.json"}
+NEEDED = {"model.safetensors", "model.json", "state.json", "config.json", "tokenizer.json"}
+OPTIMIZER = "optimizer.pt"  # only resuming needs it
 # What state.json holds: how far the run is, over how many processes, and the hashes of what it read.
 STATE = {"step": (int,), "tokens": (int,), "ranks": (int,), "data": (str,), "tokenizer": (str,), "codes": (str, type(None))}
 
@@ -71,7 +72,7 @@ class Checkpoint:
     def load_into(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
         """Put the saved weights and optimizer state into ``model`` and ``optimizer``."""
         load_weights(model, self.path / "model.safetensors", assign=False)
-        path = self.path / "optimizer.pt"
+        path = self.path / OPTIMIZER
         try:
             optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # torch.load raises many kinds for a foreign file
@@ -118,7 +119,7 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
 def _write_files(folder: Path, snapshot: Snapshot) -> None:
     weights = {name: tensor.detach().contiguous() for name, tensor in snapshot.model.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
-    torch.save(snapshot.optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(snapshot.optimizer.state_dict(), folder / OPTIMIZER)
     write_json(folder / "model.json", snapshot.model.description.to_json())
     write_json(folder / "state.json", snapshot.state)
     write_json(folder / "config.json", snapshot.config)
@@ -134,10 +135,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
         raise UserError(f"{path / MANIFEST}: a foreign or newer checkpoint format (this version reads format {FORMAT})")
-    if missing := sorted(FILES - manifest["files"].keys()):
+    if missing := sorted(NEEDED - manifest["files"].keys()):
         raise UserError(f"{path / MANIFEST}: damaged (it does not list {missing[0]}); use another checkpoint")
     for name, digest in manifest["files"].items():
-        if name not in FILES:
+        if name not in NEEDED | {OPTIMIZER}:
             raise UserError(f"{path / MANIFEST}: damaged (it lists {name!r:.60}, no file of a checkpoint); use another checkpoint")
         if not (path / name).is_file():
             raise UserError(f"{path}: {name} is missing; use another checkpoint")
@@ -148,6 +149,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _read_state(path: Path) -> dict[str, Any]:
     state = read_json(path)
+    if isinstance(state, dict):
+        state.setdefault("ranks", 1)  # checkpoints of before there were several
     for name, kinds in STATE.items():
         value = state.get(name, ...) if isinstance(state, dict) else ...
         if type(value) not in kinds or (type(value) is int and not 0 <= value < 1 << 62):
