@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from models.bodies import BODIES, BodyConfig, KVCache
 from models.errors import UserError, unknown_name
-from models.settings import ArmSettings, from_nested
+from models.settings import ArmSettings, check, from_nested
 from models.vocab.fixed_data import FixedData, id_bits, uses_codes
 from models.vocab.heads import CodeHead, Head, TableHead, TiedHead, UnigramPrior
 from models.vocab.interfaces import BinaryInterface, CodeBook, KronInterface, SignInterface, TableInterface
+from models.vocab.sign_codes import MOST_BITS, MOST_IDS
 
 Built = TypeVar("Built")
 
@@ -53,14 +54,22 @@ class ModelDescription:
             if saved["kind"] not in BODIES:
                 raise UserError(unknown_name("body", str(saved["kind"]), BODIES))
             config_type, _ = BODIES[saved["kind"]]
-            return ModelDescription(
-                arm=from_nested({"arm": saved["arm"]}).arm,
-                kind=saved["kind"],
-                body=config_type(**saved["body"]),
-                **{name: saved[name] for name in ("vocab_size", "code_bits", "input_scale")},
-            )
+            settings = from_nested({"arm": saved["arm"]})
+            check(settings)
+            numbers = {name: saved[name] for name in ("vocab_size", "code_bits", "input_scale")}
+            _check_numbers(**numbers)
+            return ModelDescription(arm=settings.arm, kind=saved["kind"], body=config_type(**saved["body"]), **numbers)
         except (KeyError, TypeError) as error:
             raise UserError(f"not a model description ({error}): the checkpoint is foreign or from another version") from error
+
+
+def _check_numbers(vocab_size: Any, code_bits: Any, input_scale: Any) -> None:
+    """Raise UserError for numbers of a description that no model has."""
+    for name, value, least, most in (("vocab_size", vocab_size, 1, MOST_IDS), ("code_bits", code_bits, 0, MOST_BITS)):
+        if type(value) is not int or not least <= value <= most:
+            raise UserError(f"{name} must be a whole number from {least} to {most:,}, got {value!r:.60}")
+    if type(input_scale) not in (int, float) or not 0 < input_scale < float("inf"):
+        raise UserError(f"input_scale must be a finite number above 0, got {input_scale!r:.60}")
 
 
 class LanguageModel(nn.Module):

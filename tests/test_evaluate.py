@@ -69,6 +69,28 @@ def test_a_limit_takes_at_most_so_many_windows_from_everywhere(data_dir, run, li
     assert (score.targets == len(data.validation) - 1) is (limit >= windows)
 
 
+@pytest.mark.parametrize("limit", [0, 1, 6])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shares_of_ranks_add_up_to_the_whole(data_dir, run, limit, world_size):
+    """Each rank scores other windows, and takes equally many batches: none waits for another that has finished."""
+    data, model = TokenData.open(data_dir), find_checkpoint(run / "table").load_model()
+    asked = []
+
+    def share(**ranks):
+        calls = []
+        found = evaluate_loss(
+            model, data.validation, data.tokenizer.byte_lengths(), 128, 2, limit, lambda: calls.append(0) or False, **ranks
+        )
+        asked.append(len(calls))
+        return found
+
+    parts = [share(rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert len(set(asked)) == 1
+    whole = share()
+    assert sum(part.targets for part in parts) == whole.targets and sum(part.bytes for part in parts) == whole.bytes
+    assert sum(part.nats for part in parts) == pytest.approx(whole.nats, rel=1e-9)
+
+
 def test_a_grid_a_run_and_a_checkpoint(run, tmp_path):
     done = evaluate(run, run / "table", find_checkpoint(run / "sign").path, "--json", tmp_path / "scores.json")
     assert done.returncode == 0, done.stderr

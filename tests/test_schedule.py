@@ -1,13 +1,14 @@
 """Learning rate and weight decay at every step of every schedule."""
 
 import itertools
+import random
 
 import pytest
 import torch
 from torch import nn
 
 from models.settings import OptimSettings, RunSettings, override, problems
-from models.training.schedule import build_optimizer, learning_rate, schedule_step
+from models.training.schedule import build_optimizer, first_phase, learning_rate, schedule_step
 
 
 @pytest.mark.parametrize("steps, warmup", [*itertools.product((1, 2, 3, 10, 257), (0, 1, 5, 10_000))])
@@ -64,3 +65,23 @@ def test_a_schedule_that_would_rise_is_refused():
     wrong = problems(override(RunSettings(), {"optim.schedule": "two_phase", "optim.lr": 1e-3, "optim.min_lr": 5e-4}))
     assert len(wrong) == 1 and "optim.min_lr" in wrong[0] and "optim.lr / 3" in wrong[0]
     assert "optim.phase_switch must lie between 0 and 1" in problems(override(RunSettings(), {"optim.phase_switch": 1.0}))[0]
+
+
+def test_every_rate_of_every_schedule_lies_between_the_least_and_the_peak():
+    """Random settings: after the warm-up (which starts above 0) no rate leaves [min_lr, lr], and the last step has min_lr."""
+    draw = random.Random(0)
+    for _ in range(400):
+        steps, schedule = draw.choice([1, 2, 3, 7, draw.randrange(1, 3000)]), draw.choice(["cosine", "two_phase"])
+        lr = 10 ** draw.uniform(-6, 0)
+        least = draw.choice([0.0, draw.uniform(0, 1 / 3), 1 / 3]) * lr
+        optim = OptimSettings(
+            lr=lr, min_lr=least, schedule=schedule, warmup_steps=draw.choice([0, 1, steps, draw.randrange(5000)]),
+            phase_switch=draw.uniform(1e-6, 1 - 1e-6),
+        )  # fmt: skip
+        assert not problems(RunSettings(optim=optim)), optim
+        rates = [learning_rate(step, steps, optim) for step in range(steps)]
+        warm = min(optim.warmup_steps, first_phase(steps, optim) // 2)
+        assert all(0 < rate <= lr * (1 + 1e-12) for rate in rates[:warm]), optim
+        assert all(least * (1 - 1e-12) <= rate <= lr * (1 + 1e-12) for rate in rates[warm:]), optim
+        if steps >= 3 and first_phase(steps, optim) < steps - 1 or schedule == "cosine" and steps >= 3:
+            assert rates[-1] == pytest.approx(least, abs=1e-12), optim

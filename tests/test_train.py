@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
@@ -19,19 +18,11 @@ from models.training.checkpoint import find_checkpoint, latest_checkpoint
 from models.training.loop import Run, train_run
 from models.training.progress import read_metrics
 from models.training.signals import Stopped
-from runs import settings_for, stop_after, train
+from runs import assert_same_weights, settings_for, stop_after, train, weights
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def weights(out):
-    return load_file(find_checkpoint(out).path / "model.safetensors")
-
-
-def assert_same_weights(a, b):
-    ours, theirs = weights(a), weights(b)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("arm", ["table/tied/none/float", "sign/code/trained/float", "kron/table/none/bitnet"])

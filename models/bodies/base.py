@@ -19,6 +19,7 @@ from models.bodies.layers import BitLinear, FloatLinear, LinearKind, PackedBitLi
 from models.errors import UsageError
 
 LINEARS = ("float", "bitnet")
+MOST, MOST_LAYERS = 1 << 24, 4096  # a description may come from anywhere: absurd sizes must not fill the memory
 BlockInputs = tuple[Rotary | None, torch.Tensor | None, LayerCache | None]
 
 
@@ -67,8 +68,8 @@ class BodyConfig:
 
     def counts(self) -> dict[str, int]:
         """The settings that must be whole numbers of at least 1."""
-        names = ("width", "layers", "heads", "ffn", "context", "kv_heads", "head_dim")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        optional = {name: getattr(self, name) for name in ("kv_heads", "head_dim") if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in ("width", "layers", "heads", "ffn", "context")} | optional
 
     def positives(self) -> dict[str, float]:
         """The settings that must be numbers above 0."""
@@ -76,7 +77,10 @@ class BodyConfig:
 
     def problems(self) -> list[str]:
         """Everything wrong with the settings, each as one phrase."""
-        found = [f"{n} must be a whole number >= 1, got {v!r}" for n, v in self.counts().items() if not _is_count(v)]
+        wrong = {n: v for n, v in self.counts().items() if not _is_count(v)}
+        found = [f"{n} must be a whole number >= 1 and at most {MOST:,}, got {v!r:.60}" for n, v in wrong.items()]
+        if _is_count(self.layers) and self.layers > MOST_LAYERS:
+            found.append(f"layers must be at most {MOST_LAYERS:,}, got {self.layers:,}")
         found += [f"{n} must be a number > 0, got {v!r}" for n, v in self.positives().items() if not _is_positive(v)]
         if self.linear not in LINEARS:
             found.append(f"linear must be one of {', '.join(LINEARS)}, got {self.linear!r}")
@@ -100,7 +104,7 @@ class BodyConfig:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
 def _is_positive(value: object) -> bool:

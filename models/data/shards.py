@@ -102,7 +102,7 @@ class TokenData:
         self.folder, self.manifest, self.tokenizer = folder, manifest, tokenizer
         self.vocab_size: int = manifest["vocab_size"]
         self.fingerprint: str = manifest["fingerprint"]
-        self.counts: np.ndarray = np.load(folder / COUNTS)
+        self.counts = _read_counts(folder / COUNTS, self.vocab_size)
         self.train, self.validation = (self._stream(split) for split in SPLITS)
 
     def _stream(self, split: str) -> TokenStream:
@@ -139,6 +139,18 @@ class TokenData:
                 f"the manifest says {expected[:12]}); {AGAIN}"
             )
         return cls(folder, manifest, tokenizer)
+
+
+def _read_counts(path: Path, vocab_size: int) -> np.ndarray:
+    """int64 [V]; mapped first, so that a header that promises more than the file holds takes no memory."""
+    try:
+        counts = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises many kinds for a foreign file
+        raise UserError(f"{path}: not the counts of {vocab_size:,} ids ({error}); {AGAIN}") from error
+    if counts.dtype != np.dtype("<i8") or counts.shape != (vocab_size,) or counts.min() < 0:
+        expected, got = f"int64 [{vocab_size}] from 0 up", f"{counts.dtype} {list(counts.shape)}"
+        raise UserError(f"{path}: not the counts of {vocab_size:,} ids: expected {expected}, got {got}; {AGAIN}")
+    return np.array(counts)
 
 
 def _files(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from models.errors import UsageError, UserError
 from models.evaluation.loss import Score, evaluate_loss
 from models.files import write_json
 from models.ops import check_impl, describe_ops
-from models.settings import ArmSettings, RunSettings, from_nested, override
+from models.settings import ArmSettings, override
 from models.tables import markdown_table
 from models.training.checkpoint import Checkpoint, find_checkpoint
 from models.training.loop import autocast, choose_device
@@ -67,13 +67,13 @@ def expand(path: Path) -> list[tuple[str, Checkpoint]]:
 
 def arm_to_score(checkpoint: Checkpoint, impl: str | None) -> ArmSettings:
     """The arm that a checkpoint holds, its ops run by ``impl`` (None: as in training)."""
-    settings = from_nested(checkpoint.config)
+    settings = checkpoint.settings
     return (override(settings, {"arm.impl": impl}) if impl else settings).arm
 
 
 def score(checkpoint: Checkpoint, arm: ArmSettings, device: torch.device, arguments: argparse.Namespace) -> Score:
     """Score one checkpoint on the chosen split."""
-    settings: RunSettings = from_nested(checkpoint.config)
+    settings = checkpoint.settings
     data = TokenData.open(Path(arguments.data or settings.data.dir))
     if data.tokenizer.fingerprint != checkpoint.state["tokenizer"]:
         raise UserError(

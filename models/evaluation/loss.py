@@ -1,8 +1,8 @@
 """Validation loss, perplexity and bits per byte: every token of a stream but the first is a target exactly once."""
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,17 @@ class Score:
         """Comparable between tokenizers. NaN when the text has no bytes."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
+    def sums(self) -> list[float]:
+        """Every sum that adds up over shares of a text, in a fixed order."""
+        return [float(x) for part in (self, *self.buckets) for x in (part.nats, part.targets, part.bytes)]
+
+    def with_sums(self, sums: Sequence[float]) -> "Score":
+        """The score whose ``sums()`` are these: of a whole text, from the totals over its shares."""
+        triples = [(nats, int(targets), int(size)) for nats, targets, size in zip(sums[::3], sums[1::3], sums[2::3], strict=True)]
+        parts = zip(self.buckets, triples[1:], strict=True)
+        buckets = (replace(bucket, nats=nats, targets=targets, bytes=size) for bucket, (nats, targets, size) in parts)
+        return Score(*triples[0], tuple(buckets))
+
     def to_json(self) -> dict[str, Any]:
         sums = asdict(self)
         if not self.buckets:
@@ -60,12 +71,16 @@ def evaluate_loss(
     limit: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
     counts: np.ndarray | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Score:
     """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes at most so many, evenly spaced.
 
     ``byte_lengths`` int [V]: bytes of each token. ``counts`` int [V], how often each token occurs in the training text
     (``TokenData.counts``), also gives the loss by frequency, from the same forward passes. Leaves the model's mode and the random
-    state as they were. Raises Interrupted when ``should_stop``, asked before each batch, says so.
+    state as they were. Raises Interrupted when ``should_stop``, asked before each batch, says so. As ``rank`` of ``world_size`` it
+    scores only its share of the windows: the shares' sums are the whole score, and every rank takes equally many batches.
     """
     from models.data.batches import validation_windows
 
@@ -75,8 +90,9 @@ def evaluate_loss(
     windows = -(-(len(stream) - 1) // seq_len)
     model.eval()
     try:
-        # As one of so many ranks: every n-th window, because a text's beginning is not like the rest of it.
-        for inputs, targets in validation_windows(stream, seq_len, rows, world_size=-(-windows // limit) if limit else 1):
+        # A limit takes every n-th window, because a text's beginning is not like the rest of it.
+        every = -(-windows // limit) if limit else 1
+        for inputs, targets in validation_windows(stream, seq_len, rows, rank=rank * every, world_size=world_size * every):
             if should_stop():
                 raise Interrupted
             nll = model.nll(inputs.to(device), targets.to(device))

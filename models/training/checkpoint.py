@@ -7,7 +7,9 @@ with ``weights_only=True``: nothing pickled is ever executed.
 checkpoint (``python -m models.packed.export``) is the same without ``optimizer.pt``, its ternary weights at 2 bits.
 """
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,16 @@ from models.arm import LanguageModel, ModelDescription, build_model
 from models.bodies.layers import PackedBitLinear
 from models.errors import UserError
 from models.files import new_folder, read_json, sha256, write_json
+from models.settings import RunSettings, from_nested
 from models.vocab.fixed_data import blank_data
 from models.vocab.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NEEDED = {"model.safetensors", "model.json", "state.json", "config.json", "tokenizer.json"}
+OPTIMIZER = "optimizer.pt"  # only resuming needs it
+# What state.json holds: how far the run is, over how many processes, and the hashes of what it read.
+STATE = {"step": (int,), "tokens": (int,), "ranks": (int,), "data": (str,), "tokenizer": (str,), "codes": (str, type(None))}
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,18 @@ class Checkpoint:
     """A checked checkpoint folder."""
 
     path: Path
-    state: dict[str, Any]  # step, tokens, run facts
-    config: dict[str, Any]  # RunSettings as nested dict
+    state: dict[str, Any]  # STATE
+    config: Any  # RunSettings as nested dict
 
     @property
     def step(self) -> int:
         return self.state["step"]
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings. UserError when the config is not that of a run of this version."""
+        with naming(self.path / "config.json"):
+            return from_nested(self.config)
 
     @property
     def model_bytes(self) -> int:
@@ -46,7 +59,9 @@ class Checkpoint:
 
     @property
     def description(self) -> ModelDescription:
-        return ModelDescription.from_json(read_json(self.path / "model.json"))
+        """The model's. UserError when model.json does not describe one."""
+        with naming(self.path / "model.json"):
+            return ModelDescription.from_json(read_json(self.path / "model.json"))
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, its ``start_id`` what stood before each document in training."""
@@ -62,7 +77,7 @@ class Checkpoint:
                 f"{self.path}: packed for inference, so neither the optimizer's state nor the weights behind the ternary ones are "
                 "there: training cannot go on from it; use the checkpoint that it was made from"
             )
-        if not (self.path / "optimizer.pt").exists():
+        if not (self.path / OPTIMIZER).exists():
             raise UserError(f"{self.path}: holds no optimizer state (it was converted), so training cannot go on from it")
 
     def load_model(self, impl: str | None = None) -> LanguageModel:
@@ -81,7 +96,7 @@ class Checkpoint:
         """Put the saved weights and optimizer state into ``model`` and ``optimizer``."""
         self.require_trainable()
         load_weights(model, self.path / "model.safetensors", assign=False)
-        path = self.path / "optimizer.pt"
+        path = self.path / OPTIMIZER
         try:
             optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # torch.load raises many kinds for a foreign file
@@ -97,7 +112,11 @@ def blank_model(description: ModelDescription) -> LanguageModel:
 def load_weights(model: LanguageModel, path: Path, assign: bool) -> None:
     """Load ``path`` strictly into ``model``; UserError lists what does not fit, or names a packed tensor that is impossible."""
     try:
-        model.load_state_dict(load_file(path), strict=True, assign=assign)
+        weights = load_file(path)
+        for name, tensor in model.state_dict().items():
+            if name in weights and weights[name].dtype != tensor.dtype:
+                raise RuntimeError(f"{name} is {weights[name].dtype}, not {tensor.dtype}")
+        model.load_state_dict(weights, strict=True, assign=assign)
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{path}: does not fit the model it claims to be ({error})") from error
     for name, module in model.named_modules():
@@ -145,7 +164,7 @@ def _write_files(folder: Path, snapshot: Snapshot) -> None:
     weights = {name: tensor.detach().contiguous() for name, tensor in snapshot.model.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
     if snapshot.optimizer is not None:
-        torch.save(snapshot.optimizer.state_dict(), folder / "optimizer.pt")
+        torch.save(snapshot.optimizer.state_dict(), folder / OPTIMIZER)
     write_json(folder / "model.json", snapshot.model.description.to_json())
     write_json(folder / "state.json", snapshot.state)
     write_json(folder / "config.json", snapshot.config)
@@ -161,12 +180,36 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
         raise UserError(f"{path / MANIFEST}: a foreign or newer checkpoint format (this version reads format {FORMAT})")
+    if missing := sorted(NEEDED - manifest["files"].keys()):
+        raise UserError(f"{path / MANIFEST}: damaged (it does not list {missing[0]}); use another checkpoint")
     for name, digest in manifest["files"].items():
+        if name not in NEEDED | {OPTIMIZER}:
+            raise UserError(f"{path / MANIFEST}: damaged (it lists {name!r:.60}, no file of a checkpoint); use another checkpoint")
         if not (path / name).is_file():
             raise UserError(f"{path}: {name} is missing; use another checkpoint")
         if sha256(path / name) != digest:
             raise UserError(f"{path / name}: damaged (its hash is not the one in {MANIFEST}); use another checkpoint")
-    return Checkpoint(path, state=read_json(path / "state.json"), config=read_json(path / "config.json"))
+    return Checkpoint(path, state=_read_state(path / "state.json"), config=read_json(path / "config.json"))
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state = read_json(path)
+    if isinstance(state, dict):
+        state.setdefault("ranks", 1)  # checkpoints of before there were several
+    for name, kinds in STATE.items():
+        value = state.get(name, ...) if isinstance(state, dict) else ...
+        if type(value) not in kinds or (type(value) is int and not 0 <= value < 1 << 62):
+            raise UserError(f"{path}: damaged, or of another version ({name} is missing or no such value); use another checkpoint")
+    return state
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let a UserError of the block begin with ``path``, where its cause lies."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from models.settings import RunSettings, apply, override, parse_assignments, pro
 from models.training.folder import pretty
 from models.training.grid import parse_arms, parse_seeds, train_grid
 from models.training.loop import train_run
+from models.training.ranks import Ranks, joined
 from models.training.records import read_runs
 from models.training.report import write_report
 
@@ -30,7 +31,15 @@ def resolve(flags: dict[str, str], assignments: list[str], several: bool = False
 
 
 def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
-    """Train as asked; prints the table of results. Returns the exit code."""
+    """Train as asked, together with the other processes if torchrun started several; prints the table of results.
+
+    Returns the exit code.
+    """
+    with joined():
+        return _train(flags, arguments)
+
+
+def _train(flags: dict[str, str], arguments: argparse.Namespace) -> int:
     settings = resolve(flags, arguments.set, several=bool(arguments.arms))
     seeds = parse_seeds(arguments.seeds) if arguments.seeds is not None else None
     arms = parse_arms(arguments.arms, settings) if arguments.arms else {}
@@ -51,7 +60,7 @@ def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
         text = train_grid(arms or {settings.arm.parts: settings}, data, out, arguments.resume, seeds, arguments.reference)
     else:
         train_run(settings, data, out, arguments.resume, label=settings.arm.parts)
-        text = write_report(out, read_runs(out))
+        text = Ranks.current().lead(lambda: write_report(out, read_runs(out)))
     print("\n" + text)
     print(f"report: {out / 'table.md'} and the pictures beside it")
     return 0

@@ -14,7 +14,17 @@ from models.presets import ARMS, find_preset, parse_arm
 from models.settings import RunSettings, apply, flatten, from_nested, parse_assignments, problems
 from models.training.folder import check_free, read_result, refuse_changes
 from models.training.loop import choose_device, look_up, train_run
-from models.training.records import SEED_FOLDER, arm_folder_name, check_matched, may_differ, read_results, read_runs, run_folders
+from models.training.ranks import Ranks
+from models.training.records import (
+    SEED_FOLDER,
+    Record,
+    arm_folder_name,
+    check_matched,
+    may_differ,
+    read_results,
+    read_runs,
+    run_folders,
+)
 from models.training.report import write_report, write_results
 
 _NAME = re.compile(r"(?!seed-|checkpoints$)[A-Za-z0-9][\w.+-]*")
@@ -109,13 +119,19 @@ def train_grid(
         raise UsageError(f"--reference: {unknown_name('arm', reference, order)}")
     check_ready(runs, arms, data, out, resume)
     width = max(len(run.arm) for run in runs)
-    for i, run in enumerate(runs, 1):
-        seed = "" if seeds is None else f"seed {run.settings.train.seed}  "
-        train_run(run.settings, data, run.folder, resume, label=f"[{i}/{len(runs)}]  {seed}{run.arm.ljust(width)}")
+    lead = Ranks.current().lead
+
+    def record() -> list[Record]:
         finished = read_runs(out, order)
         check_matched(finished)
         write_results(out, finished, reference)
-    return write_report(out, finished, reference)
+        return finished
+
+    for i, run in enumerate(runs, 1):
+        seed = "" if seeds is None else f"seed {run.settings.train.seed}  "
+        train_run(run.settings, data, run.folder, resume, label=f"[{i}/{len(runs)}]  {seed}{run.arm.ljust(width)}")
+        finished = lead(record)
+    return lead(lambda: write_report(out, finished, reference))
 
 
 def plan(arms: dict[str, RunSettings], out: Path, seeds: list[int] | None) -> Iterator[GridRun]:

@@ -1,10 +1,14 @@
 """The training loop of one arm.
 
 A step's rows are a function of (seed, step) alone; its gradient is the sum over all its valid targets divided by their number,
-however the rows are cut into micro-batches; a loss or gradient that is not finite stops the run before the weights change.
+however the rows are cut into micro-batches and dealt to processes (ranks.py); a loss or gradient that is not finite stops the run
+before the weights change.
 """
 
 import contextlib
+import hashlib
+import json
+import logging
 import statistics
 import time
 from dataclasses import asdict
@@ -23,14 +27,18 @@ from models.evaluation.loss import Interrupted, Score, evaluate_loss
 from models.files import write_json
 from models.ops import check_impl, describe_ops
 from models.presets import describe
-from models.settings import RunSettings, from_nested
+from models.settings import RunSettings, flatten
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
 from models.training.folder import check_free, claim, read_result, record, refuse_changes
+from models.training.gradients import GradientSum
 from models.training.progress import Metrics, ProgressLine, read_metrics
+from models.training.ranks import Ranks
 from models.training.schedule import build_optimizer, schedule_step
 from models.training.signals import Stopped, StopRequest
 from models.vocab.fixed_data import FixedData, load_data
 from models.vocab.heads import IGNORE
+
+_log = logging.getLogger("tablefree.training")
 
 
 def train_run(settings: RunSettings, data: TokenData, out: Path, resume: bool, label: str) -> dict[str, Any]:
@@ -39,9 +47,14 @@ def train_run(settings: RunSettings, data: TokenData, out: Path, resume: bool, l
     Raises UserError for what a user can mend, Stopped after a signal.
     """
     check_impl(settings.arm.impl, choose_device(settings.train.device))
-    with claim(out):
-        check_free(out, settings, resume)
-        finished = read_result(out, data.fingerprint)
+    with contextlib.ExitStack() as claims:
+
+        def look() -> dict[str, Any] | None:
+            claims.enter_context(claim(out))
+            check_free(out, settings, resume)
+            return read_result(out, data.fingerprint)
+
+        finished = Ranks.current().lead(look)
         if finished is not None:
             print(f"{label}  already finished: validation loss {finished['loss']:.4f}", flush=True)
             return finished
@@ -56,14 +69,17 @@ def look_up(settings: RunSettings, data: TokenData) -> tuple[FixedData, ModelDes
 
 
 class Run:
-    """One arm, its optimizer, its data and its folder."""
+    """One arm, its optimizer, its data and its folder, on this process's rank."""
 
     def __init__(self, settings: RunSettings, data: TokenData, out: Path, label: str) -> None:
         self.settings, self.data, self.out, self.label = settings, data, out, label
-        self.device = choose_device(settings.train.device)
+        self.device, self.ranks = choose_device(settings.train.device), Ranks.current()
+        if settings.train.batch_size < self.ranks.size:
+            raise UsageError(f"train.batch_size ({settings.train.batch_size}) must give each of {self.ranks.size} processes a row")
         fixed, description = look_up(settings, data)
         self.model: LanguageModel = build_model(description, fixed, settings.train.seed).to(self.device)
         self.optimizer = build_optimizer(self.model, settings.optim)
+        self.gradients = GradientSum(self.model.parameters(), self.ranks)
         self.batches = Batches(data.train, settings.data.seq_len, settings.train.seed)
         self.step, self.tokens = 0, 0
         self.facts = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint, "codes": fixed.codes_checksum}
@@ -71,29 +87,42 @@ class Run:
         if checkpoint is not None:
             self._restore(checkpoint)
         self.ops = describe_ops(settings.arm, self.device)
+        if self.ranks.size > 1:
+            self._compare_ranks()
         session = {"device": str(self.device), "ops": self.ops, "from_step": self.step, "threads": torch.get_num_threads()}
-        record(out, settings, self.facts | session)
+        self.ranks.lead(lambda: record(out, settings, self.facts | session | {"ranks": self.ranks.size}))
+
+    def _compare_ranks(self) -> None:
+        """Raise UserError unless all ranks begin alike: a host with other files would train something else, unseen."""
+        seen = hashlib.sha256(json.dumps([flatten(self.settings), self.facts], sort_keys=True).encode())
+        self.ranks.require_equal("settings, data or codes", [int(seen.hexdigest()[:12], 16)])
+        self.ranks.require_equal("checkpoint", [self.step, *(p.detach().double().sum().item() for p in self.model.parameters())])
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         checkpoint.require_trainable()
-        refuse_changes(from_nested(checkpoint.config), self.settings, checkpoint.path)
+        refuse_changes(checkpoint.settings, self.settings, checkpoint.path)
         for what, now in self.facts.items():
             if checkpoint.state[what] != now:
                 raise UserError(f"{checkpoint.path}: trained with other {what} than these; give the old {what}, or another --out")
         logged = read_metrics(self.out / "metrics.jsonl")[: checkpoint.step]
-        if [row["step"] for row in logged] != list(range(1, checkpoint.step + 1)):
+        if len(logged) != checkpoint.step or any(row["step"] != i for i, row in enumerate(logged, start=1)):
             raise UserError(
                 f"{self.out / 'metrics.jsonl'}: was cut or changed (it lacks steps that {checkpoint.path.name} is the result of); "
                 "put the old file back, or give another --out"
             )
         checkpoint.load_into(self.model, self.optimizer)
         self.step, self.tokens = checkpoint.step, checkpoint.state["tokens"]
+        before = checkpoint.state["ranks"]
+        if before != self.ranks.size and self.ranks.leader:
+            way = f"saved by {before} and continued by {self.ranks.size} processes"
+            _log.warning("%s: %s: the same batches, but sums in another order, so not the same bits", checkpoint.path, way)
 
     def train(self) -> dict[str, Any]:
         """Run the remaining steps, score the whole validation text, write the result."""
-        print(f"{self.label}  {self.ops}, on {self.device}", flush=True)
-        metrics = Metrics(self.out / "metrics.jsonl", self.step)
-        board = open_tensorboard(self.out) if self.settings.train.tensorboard else None
+        together = f", {self.ranks.size} processes" if self.ranks.size > 1 else ""
+        print(f"{self.label}  {self.ops}, on {self.device}{together}", flush=True)
+        metrics = Metrics(self.out / "metrics.jsonl" if self.ranks.leader else None, self.step)
+        board = open_tensorboard(self.out) if self.settings.train.tensorboard and self.ranks.leader else None
         progress = ProgressLine(self.label, self.settings.train.steps)
         with contextlib.closing(progress), contextlib.closing(metrics), StopRequest() as stop:
             while self.step < self.settings.train.steps:
@@ -110,13 +139,16 @@ class Run:
             try:
                 score = self.evaluate(0, stop)
             except Interrupted:
-                raise Stopped(stop.number, self.step) from None
-        result = self._result(score)
-        write_json(self.out / "result.json", result)
-        if stop.number is not None:
-            raise Stopped(stop.number, self.step)
+                raise Stopped(self.asked_to_stop(stop), self.step) from None
+            result = self.ranks.lead(lambda: self._write_result(score))
+            if number := self.asked_to_stop(stop):
+                raise Stopped(number, self.step)
         print(f"{self.label}  validation loss {score.loss:.4f}  {result['tokens_per_second']:,.0f} tokens/s", flush=True)
         return result
+
+    def asked_to_stop(self, stop: StopRequest) -> int:
+        """The number of a signal that any rank got, else 0; all ranks ask at the same points, so all hear the same."""
+        return self.ranks.highest(stop.number or 0)
 
     def _evaluate_if_due(self, row: dict[str, Any], stop: StopRequest) -> None:
         every, rows = self.settings.train.eval_every, self.settings.train.eval_rows
@@ -126,12 +158,13 @@ class Run:
                 row["validation_loss"] = self.evaluate(rows, stop).loss
 
     def _save_if_due(self, metrics: Metrics, stop: StopRequest) -> None:
-        every = self.settings.train.save_every
-        if stop.number is not None or (every and self.step % every == 0):
+        every, number = self.settings.train.save_every, self.asked_to_stop(stop)
+        if number or (every and self.step % every == 0):
             metrics.sync()  # a checkpoint must never be ahead of its log
             self.save()
-        if stop.number is not None:
-            raise Stopped(stop.number, self.step)
+            number = self.asked_to_stop(stop)  # again: a save may take long
+        if number:
+            raise Stopped(number, self.step)
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics row."""
@@ -164,45 +197,56 @@ class Run:
         }
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> float:
-        """Accumulate the step's gradient over its micro-batches; returns the step's loss, nats per valid target."""
-        rows = self.settings.train.micro_batch_size or len(inputs)
+        """Accumulate the step's gradient over the micro-batches of this rank's rows, and sum it over the ranks.
+
+        Returns the whole step's loss, nats per valid target. Every rank knows the whole step's targets: their number needs no
+        exchange.
+        """
+        rows, mine = self.settings.train.micro_batch_size or len(inputs), self.ranks.share(len(inputs))
         valid = int((targets != IGNORE).sum())
         total = torch.zeros((), device=self.device)
-        for part, part_targets in zip(inputs.split(rows), targets.split(rows), strict=True):
+        parts = list(zip(inputs[mine].split(rows), targets[mine].split(rows), strict=True))
+        for i, (part, part_targets) in enumerate(parts):
             with autocast(self.settings, self.device):
                 loss = self.model.loss(part.to(self.device), part_targets.to(self.device), denominator=valid)
-            loss.backward()
+            with self.gradients.summed() if i == len(parts) - 1 else contextlib.nullcontext():
+                loss.backward()
             total += loss.detach()
-        return total.item()
+        return self.ranks.total([total.item()])[0]
 
     def evaluate(self, limit: int, stop: StopRequest) -> Score:
         """Score the validation text (``limit`` windows of it, evenly spaced; 0: all). Raises Interrupted after a signal."""
         rows = self.settings.train.micro_batch_size or self.settings.train.batch_size
         lengths, seq_len = self.data.tokenizer.byte_lengths(), self.settings.data.seq_len
         with autocast(self.settings, self.device):
-            score = evaluate_loss(
-                self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: stop.number is not None, self.data.counts
-            )
+            part = evaluate_loss(
+                self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: self.asked_to_stop(stop) > 0,
+                self.data.counts, rank=self.ranks.rank, world_size=self.ranks.size,
+            )  # fmt: skip
+        score = part.with_sums(self.ranks.total(part.sums()))
         if not abs(score.nats) < float("inf"):
             raise UserError(f"step {self.step}: the validation loss is {score.loss}; lower optim.lr, or go back to a checkpoint")
         return score
 
     def save(self) -> None:
         """Write a checkpoint of this step and drop old ones. UserError, and nothing is written, when a weight is not finite."""
+        self.ranks.lead(self._save)
+
+    def _save(self) -> None:
         folder = self.out / "checkpoints"
         broken = [name for name, weight in self.model.named_parameters() if not weight.isfinite().all()]
         if broken:
             raise UserError(f"step {self.step}: its update left {broken[0]} with values that are not finite; lower optim.lr")
-        state = {"step": self.step, "tokens": self.tokens, **self.facts}
+        state = {"step": self.step, "tokens": self.tokens, "ranks": self.ranks.size, **self.facts}
         snapshot = Snapshot(self.model, self.optimizer, state, asdict(self.settings), self.data.folder / "tokenizer.json")
         save_checkpoint(folder, snapshot)
         prune_checkpoints(folder, self.settings.train.keep_checkpoints)
 
-    def _result(self, score: Score) -> dict[str, Any]:
+    def _write_result(self, score: Score) -> dict[str, Any]:
         rows = read_metrics(self.out / "metrics.jsonl")
         step_seconds = statistics.median(row["seconds"] for row in rows)
         checkpoint = latest_checkpoint(self.out / "checkpoints")
-        return {
+        result = {
             **score.to_json(),
             **Account.of(self.model, self.settings.data.seq_len).to_json(),
             **self.facts,
@@ -212,6 +256,8 @@ class Run:
             "step_seconds": step_seconds,
             "tokens_per_second": self.settings.train.batch_size * self.settings.data.seq_len / step_seconds,
         }
+        write_json(self.out / "result.json", result)
+        return result
 
     def _to_tensorboard(self, board: Any, row: dict[str, Any]) -> None:
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "validation_loss"):

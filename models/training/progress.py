@@ -12,15 +12,23 @@ from models.files import write_text
 
 
 class Metrics:
-    """``metrics.jsonl``: one JSON object a line, flushed at once. Opening drops lines after ``last_step`` and a torn last line."""
+    """``metrics.jsonl``: one JSON object a line, flushed at once. Opening drops lines after ``last_step`` and a torn last line.
 
-    def __init__(self, path: Path, last_step: int) -> None:
+    Without a ``path`` (another rank writes it) rows go nowhere.
+    """
+
+    def __init__(self, path: Path | None, last_step: int) -> None:
+        self._file: TextIO | None = None
+        if path is None:
+            return
         kept = [row for row in read_metrics(path) if row["step"] <= last_step]
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append ``row``. Raises UserError that names the file when the disk refuses."""
+        if self._file is None:
+            return
         try:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -30,10 +38,12 @@ class Metrics:
 
     def sync(self) -> None:
         """Wait until the rows are on the disk."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -55,9 +65,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class ProgressLine:
     """One line that rewrites itself on a terminal, and is silent elsewhere."""
 
-    def __init__(self, label: str, total: int, stream: TextIO = sys.stdout) -> None:
-        self._label, self._total, self._stream = label, total, stream
-        self._live = stream.isatty()
+    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
+        """``stream``: None is stdout as it is now, which on all ranks but the first leads nowhere."""
+        self._label, self._total, self._stream = label, total, stream or sys.stdout
+        self._live = self._stream.isatty()
         self._start, self._first = time.monotonic(), None
         self._width = 0
 

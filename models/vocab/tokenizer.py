@@ -18,7 +18,7 @@ import tokenizers
 from models.errors import UserError
 from models.files import write_text
 from models.vocab.packages import PACKAGED
-from models.vocab.token_bytes import Vocabulary, read_vocabulary
+from models.vocab.token_bytes import MOST_IDS, Vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
@@ -37,13 +37,23 @@ class Tokenizer:
         backend.no_truncation()
         backend.encode_special_tokens = True
         self.backend = backend
+        self.origin: Path | None = None  # the file it was read from, for messages
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
         """The tokenizer that ``to_json`` (or any tokenizer.json) describes. Raises UserError when it cannot be read."""
         try:
-            return cls(tokenizers.Tokenizer.from_str(text))
-        except Exception as error:  # the library raises plain Exception
+            backend = tokenizers.Tokenizer.from_str(text)
+            largest = max(backend.get_vocab().values(), default=0)
+            if largest >= MOST_IDS:
+                raise UserError(f"not a usable tokenizer.json: id {largest:,} is beyond the {MOST_IDS:,} that are supported")
+            backend.to_str()  # panics for some files that it reads
+            return cls(backend)
+        except UserError:
+            raise
+        except BaseException as error:  # the library raises plain Exception, and where Rust panics an heir of BaseException
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"not a tokenizer.json: {error}") from error
 
     def to_json(self) -> str:
@@ -73,7 +83,10 @@ class Tokenizer:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Bytes, special tokens and kind. Raises UserError for a kind of tokenizer that is not supported."""
-        return read_vocabulary(json.loads(self.to_json()))
+        try:
+            return read_vocabulary(json.loads(self.to_json()))
+        except UserError as error:
+            raise UserError(f"{self.origin}: {error}" if self.origin else str(error)) from error
 
     @cached_property
     def fingerprint(self) -> str:
@@ -183,7 +196,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 def _load_json(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_json(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_json(path.read_text(encoding="utf-8"))
+        tokenizer.origin = path
+        return tokenizer
     except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
 
