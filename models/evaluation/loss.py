@@ -51,7 +51,7 @@ class Score:
         return Score(*triples[0], tuple(buckets))
 
     def to_json(self) -> dict[str, Any]:
-        sums = asdict(self)
+        sums = asdict(self) | {"buckets": [asdict(bucket) for bucket in self.buckets]}
         if not self.buckets:
             del sums["buckets"]
         return sums | {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
