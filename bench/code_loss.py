@@ -1,10 +1,11 @@
-"""code_loss: cross-entropy over scores <h, code> / sqrt(K) + prior, against torch's chunked linear_cross_entropy."""
+"""code_loss: cross-entropy over scores <h, code> / sqrt(K) + prior, against fused linear cross-entropies over unpacked codes."""
 
 import torch
 
 from bench.case import Inputs, Op, Prepared, Provider, Shape, by_name, leaf
 from bench.impls import implementations
 from bench.inputs import packed_codes, token_ids
+from bench.peers import needs_import
 from kernels.code_loss import code_cross_entropy
 from kernels.sign_code import unpack_sign_codes
 
@@ -53,6 +54,42 @@ def linear_cross_entropy(tensors: Inputs, shape: Shape) -> Prepared:
     return Prepared(forward, {"hidden": hidden}, (table, prior), ("hidden",))
 
 
+def liger(tensors: Inputs, shape: Shape) -> Prepared:
+    """Liger-Kernel's fused linear cross-entropy over codes kept unpacked [V, K]: chunks of tokens, gradient made in the forward."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    targets, hidden = tensors["targets"], leaf(tensors["hidden"])
+    table = unpack_sign_codes(tensors["codes"], shape["K"]).to(hidden.dtype)
+    prior = tensors["prior"].to(hidden.dtype)
+
+    def forward() -> torch.Tensor:
+        return liger_fused_linear_cross_entropy(hidden * shape["K"] ** -0.5, table, targets, bias=prior)
+
+    return Prepared(forward, {"hidden": hidden}, (table, prior), ("hidden",))
+
+
+def cut_cross_entropy(tensors: Inputs, shape: Shape) -> Prepared:
+    """Apple's cut cross-entropy over codes kept unpacked [V, K], its own filter of small gradients on.
+
+    It takes no bias, so the prior is left out, and nothing wider than 16 bits, so fp32 hidden states are given in bf16.
+    """
+    from cut_cross_entropy import linear_cross_entropy
+
+    targets, hidden = tensors["targets"], leaf(tensors["hidden"])
+    dtype = torch.bfloat16 if hidden.dtype == torch.float32 else hidden.dtype
+    table = unpack_sign_codes(tensors["codes"], shape["K"]).to(dtype)
+
+    def forward() -> torch.Tensor:
+        return linear_cross_entropy((hidden * shape["K"] ** -0.5).to(dtype), table, targets)
+
+    return Prepared(forward, {"hidden": hidden}, (table,), ("hidden",))
+
+
+def dense_bytes(shape: Shape) -> int:
+    """Of unpacked fp32 codes, while they are made."""
+    return 3 * 4 * shape["V"] * shape["K"]
+
+
 OP = Op(
     name="code_loss",
     axes={"T": "tokens", "V": "vocabulary", "K": "code bits"},
@@ -64,8 +101,14 @@ OP = Op(
     fixed=("prior",),
     providers=by_name(
         *implementations("code_loss", ours, naive_needs=lambda s: 4 * 4 * s["T"] * s["V"] + 2 * 4 * s["V"] * s["K"]),
+        Provider("linear_cross_entropy", linear_cross_entropy, peer=True, missing=torch_missing, needs=dense_bytes),
         Provider(
-            "linear_cross_entropy", linear_cross_entropy, peer=True, missing=torch_missing, needs=lambda s: 3 * 4 * s["V"] * s["K"]
+            "liger-kernel", liger, peer=True, needs=dense_bytes,
+            missing=needs_import("liger_kernel.transformers.functional", "pip install liger-kernel", gpu=True),
+        ),
+        Provider(
+            "cut-cross-entropy", cut_cross_entropy, same_function=False, peer=True, needs=dense_bytes,
+            missing=needs_import("cut_cross_entropy", "pip install cut-cross-entropy", gpu=True),
         ),
     ),
 )
