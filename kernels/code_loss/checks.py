@@ -18,6 +18,7 @@ class Options:
     softcap: float | None
     hidden_grad: bool
     aux: bool
+    skip_below: float = 0.0
 
 
 def require_operands(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None) -> None:

@@ -67,7 +67,7 @@ def best_of(bests, ids, token, tokens, real, splits):
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits"])
 def finish_losses(
     hidden, codes, stride, prior, reference, targets, code_sums, prior_sum, tops, totals, dots, bests, ids, plains, flags,
     loss_out, lse_out, logprob_out, argmax_out, entropy_out, references, factors, at_targets,
@@ -156,7 +156,7 @@ def finish_losses(
     tl.store(at_targets + token, at_target, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits"])
 def finish_rows(
     codes, stride, targets, code_sums, sums, factors, at_targets, flags, rows,
     tokens, vocabulary, words, splits, width,
@@ -187,7 +187,7 @@ def finish_rows(
     tl.store(out, total, mask=real[:, None] & (element < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocabulary"])
 def count_bits(codes, stride, out, vocabulary, words, W: tl.constexpr, BV: tl.constexpr):
     """How many of this program's codes (blocks of BV, dealt out in turn) have each bit: int32 [16, W]."""
     column, bit = tl.arange(0, W), tl.arange(0, 16)

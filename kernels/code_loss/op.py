@@ -31,6 +31,7 @@ def code_cross_entropy(
     softcap: float | None,
     hidden_grad: bool,
     aux: bool,
+    skip_below: float,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per-token (loss, lse, target logprob, argmax, entropy), each [T], and d loss / d hidden [T, K] ([0, K] unless asked for).
@@ -38,7 +39,7 @@ def code_cross_entropy(
     Only the loss is differentiable. argmax and entropy hold zeros unless ``aux``.
     """
     targets = checked_targets(targets, ignore_index, codes.shape[0])
-    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux)
+    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux, skip_below)
     outputs = _empty_outputs(hidden, hidden_grad)
     _implementation(impl).losses(hidden.detach(), codes, None if prior is None else prior.detach(), targets, options, outputs)
     return outputs
@@ -54,7 +55,7 @@ def _empty_outputs(hidden: torch.Tensor, hidden_grad: bool) -> tuple:
 
 
 @code_cross_entropy.register_fake
-def _(hidden, codes, prior, targets, ignore_index, label_smoothing, z_loss, softcap, hidden_grad, aux, impl):
+def _(hidden, codes, prior, targets, ignore_index, label_smoothing, z_loss, softcap, hidden_grad, aux, skip_below, impl):
     return _empty_outputs(hidden, hidden_grad)
 
 
@@ -102,7 +103,7 @@ def _(grad, hidden, codes, prior, targets, lse, logprob, ignore_index, label_smo
 
 
 def _save(ctx, inputs, output):
-    hidden, codes, prior, targets, *numbers, with_hidden, _, ctx.impl = inputs
+    hidden, codes, prior, targets, *numbers, with_hidden, _, _, ctx.impl = inputs
     _, lse, logprob, _, _, rows = output
     ctx.numbers, ctx.dtype, ctx.with_hidden = numbers, hidden.dtype, with_hidden
     ctx.with_prior = ctx.needs_input_grad[2]
@@ -121,7 +122,7 @@ def _gradients(ctx, grad, *unused):
     if ctx.with_prior:
         hidden, codes, prior, lse, logprob = saved
         for_prior = prior_grad(grad, hidden, codes, prior, targets, lse, logprob, *ctx.numbers, ctx.impl)
-    return for_hidden, None, for_prior, *(None,) * 8
+    return for_hidden, None, for_prior, *(None,) * 9
 
 
 code_cross_entropy.register_autograd(_gradients, setup_context=_save)
