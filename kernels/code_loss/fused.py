@@ -12,9 +12,10 @@ weights need the final logsumexp.
 hidden in bfloat16 and float16 meets the codes exactly, float32 as three bfloat16 parts that add up to it exactly (three products);
 p meets them in bfloat16, for float16 in two parts and for float32 in three.
 
-With ``skip_below`` the sums go through the vocabulary by falling prior, and a tile in which no code reaches that share of any token's
-sum is left out of the second product. What a sum will be at least is known beforehand from the likeliest codes alone. Modelled for
-sm_90 (bench/ledger): 5.8 ms exact, 6.0 ms with no tile skipped, 3.4 ms with 85 % of them; the two passes with argmax 8.9 ms.
+With ``skip_below`` the sums go through the vocabulary by falling prior, and a tile in which no code reaches that share of any
+token's sum is left out of the second product. What a sum will be at least is known beforehand from the likeliest codes alone.
+Modelled for sm_90 at T = 8,192 and V = 262,144 (bench/ledger): 5.8 ms exact, 6.0 ms with no tile skipped, 3.5 ms with 85 % of them;
+the two passes with argmax and entropy 8.9 ms.
 
 Tried and dropped, by sm_90 machine code: a running maximum with lazy rescaling (a barrier and 60 instructions a tile for what
 hardly ever happens); slices as products of depth 32 (16 waits a tile instead of 4); the second product's codes moved between
@@ -181,7 +182,6 @@ class _Loss:
 
     def __post_init__(self) -> None:
         scorer, options = self.scorer, self.options
-        self.shift = options.smoothing / scorer.vocabulary
         self.combined = options.softcap is not None and options.smoothing != 0
         self.references, self.factors, self.at_targets = (scorer.empty(scorer.tokens) for _ in range(3))
         self.code_sums = self.prior_sum = self.flags = None
@@ -266,7 +266,11 @@ class _Loss:
             *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, targets, self.hits(tile)),
             *(self.flags, self.references, self.factors, floors, (12 - 4 * rows).to(torch.int16), totals, sums),
             *(scorer.tokens, scorer.vocabulary, scorer.words, each),
-            **(scorer.scoring(tile) | scorer.sum_forms() | {"HAS_PRIOR": scorer.prior is not None, "SHIFT": self.shift}),
+            **(
+                scorer.scoring(tile)
+                | scorer.sum_forms()
+                | {"HAS_PRIOR": scorer.prior is not None, "SMOOTHING": self.options.smoothing}
+            ),
             KNOWN=known,
             COMBINED=self.combined,
             SUMS=wanted,
@@ -287,7 +291,7 @@ class _Loss:
             *(self.code_sums, self.prior_sum, tops, totals, dots, bests, ids, plains, self.flags),
             *(loss, lse, logprob, argmax, entropy, self.references, self.factors, self.at_targets, scorer.tokens),
             *(scorer.vocabulary, scorer.words, totals.shape[0]),
-            **(scorer.shared() | {"SMOOTHING": options.smoothing, "SHIFT": self.shift, "Z_LOSS": options.z_loss}),
+            **(scorer.shared() | {"SMOOTHING": options.smoothing, "Z_LOSS": options.z_loss}),
             HAS_PRIOR=scorer.prior is not None,
             AUX=options.aux,
             ONE_PASS=one_pass,
@@ -303,7 +307,7 @@ class _Loss:
             *(scorer.codes, scorer.codes.stride(0), self.targets, self.code_sums, sums, self.factors, self.at_targets, self.flags),
             *(self.outputs[5], scorer.tokens, scorer.vocabulary, scorer.words, sums.shape[0], scorer.width),
             SCALE=1 / math.sqrt(scorer.width),
-            SHIFT=self.shift,
+            SMOOTHING=self.options.smoothing,
             COMBINED=self.combined,
             ONLY_FLAGGED=flagged,
             W=scorer.slots,
@@ -343,7 +347,7 @@ def prior_gradient(
         (triton.cdiv(scorer.vocabulary, tile.codes),),
         *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, targets, relative, 1 + rise),
         *(at_targets, grad.masked_fill(targets < 0, 0.0), result, scorer.tokens, scorer.vocabulary, scorer.words),
-        **(scorer.scoring(tile) | {"SHIFT": options.smoothing / scorer.vocabulary}),
+        **(scorer.scoring(tile) | {"SMOOTHING": options.smoothing}),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -117,7 +117,7 @@ def add_codes(
 def weigh(
     tile, allowed, total, sum0, sum1, sum2, sum3, known, factor, target, floor,
     codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, HIT: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SHIFT: tl.constexpr, KNOWN: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SMOOTHING: tl.constexpr, KNOWN: tl.constexpr,
     COMBINED: tl.constexpr, SUMS: tl.constexpr, SKIP: tl.constexpr,
     FORM: tl.constexpr, SUM_FORM: tl.constexpr, SUM_DOT: tl.constexpr,
     PARTS: tl.constexpr, SUM_PARTS: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr,
@@ -139,7 +139,7 @@ def weigh(
     total += tl.sum(tl.reshape(p, (BV // 16, 2, 8, BT)), 1)  # rows that one thread holds
     if SUMS:
         if COMBINED:
-            p = p * factor[None, :] - SHIFT
+            p = p * factor[None, :] - SMOOTHING / vocabulary
         if SOFTCAP != 0:
             p = p * slope
         needed = True
@@ -157,7 +157,7 @@ def weigh(
 def sum_codes(
     hidden, codes, stride, prior, reference, targets, hits, flags, references, factors, floors, shifts, total_out, sums_out,
     tokens, vocabulary, words, tiles,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SHIFT: tl.constexpr, KNOWN: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SMOOTHING: tl.constexpr, KNOWN: tl.constexpr,
     COMBINED: tl.constexpr, SUMS: tl.constexpr, SKIP: tl.constexpr, ONLY_FLAGGED: tl.constexpr,
     FORM: tl.constexpr, SUM_FORM: tl.constexpr, DOT: tl.constexpr, SUM_DOT: tl.constexpr,
     PARTS: tl.constexpr, SUM_PARTS: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr,
@@ -168,7 +168,7 @@ def sum_codes(
 
     No running maximum: a score is relative to ``reference`` already (bfloat16 and fp32 hold 2^-126 .. 2^127, and whoever reads the
     sums sees when that was not enough), or with KNOWN to the logsumexp of the other codes, ``references`` [T]. COMBINED adds up
-    (p * factors[t] - SHIFT) * slope * code instead, for label smoothing under a soft-cap.
+    (p * factors[t] - SMOOTHING / V) * slope * code instead, for label smoothing under a soft-cap.
 
     SKIP leaves a tile without targets out of the sums of codes where no p * slope is above ``floors`` [T]. The branch adds 50
     instructions to the loop's 860 on sm_90, and jumps over 340 of them and half of the products.
@@ -198,7 +198,7 @@ def sum_codes(
         total, sum0, sum1, sum2, sum3 = weigh(
             tile, tile != upcoming, total, sum0, sum1, sum2, sum3, known, factor, 0, floor,
             codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, False,
-            SCALE, SOFTCAP, HAS_PRIOR, SHIFT, KNOWN, COMBINED, SUMS, SKIP, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS,
+            SCALE, SOFTCAP, HAS_PRIOR, SMOOTHING, KNOWN, COMBINED, SUMS, SKIP, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS,
             SHORT, FULL, W, BV, BT,
         )  # fmt: skip
         at += (tile == upcoming).to(tl.int32)
@@ -208,7 +208,7 @@ def sum_codes(
         total, sum0, sum1, sum2, sum3 = weigh(
             tl.load(row + place), True, total, sum0, sum1, sum2, sum3, known, factor, target, floor,
             codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, True,
-            SCALE, SOFTCAP, HAS_PRIOR, SHIFT, KNOWN, COMBINED, SUMS, False, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS,
+            SCALE, SOFTCAP, HAS_PRIOR, SMOOTHING, KNOWN, COMBINED, SUMS, False, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS,
             SHORT, FULL, W, BV, BT,
         )  # fmt: skip
     split = tl.program_id(1).to(tl.int64) * tokens + token
@@ -226,12 +226,12 @@ def sum_codes(
 def sum_tokens(
     hidden, codes, stride, prior, reference, targets, lse, rises, at_targets, upstream, out,
     tokens, vocabulary, words,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
     SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """The prior's gradient for BV codes, from all tokens in order: sum of upstream * (rise * p - SHIFT) * slope, at the target
-    ``at_targets`` instead of rise * p. lse is in the units of the scores and relative to ``reference``; upstream is 0 where a
-    token is ignored, whatever else it holds."""
+    """The prior's gradient for BV codes, from all tokens in order: sum of upstream * (rise * p - SMOOTHING / V) * slope, at the
+    target ``at_targets`` instead of rise * p. lse is in the units of the scores and relative to ``reference``; upstream is 0 where
+    a token is ignored, whatever else it holds."""
     tile = tl.program_id(0)
     begin = first_code(tile, vocabulary, BV, SHORT)
     code = begin + tl.arange(0, BV)
@@ -251,6 +251,8 @@ def sum_tokens(
         target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)
         hit = code[:, None] == target[None, :]
         weight = tl.where(hit, tl.load(at_targets + token, mask=real, other=0.0)[None, :], weight)
-        weight = (weight - SHIFT) * slope * tl.load(upstream + token, mask=real, other=0.0)[None, :]
+        if SMOOTHING != 0:
+            weight -= SMOOTHING / vocabulary
+        weight = weight * slope * tl.load(upstream + token, mask=real, other=0.0)[None, :]
         total += tl.where((target >= 0)[None, :], weight, 0.0)
     tl.store(out + code, tl.sum(total, 1).to(out.dtype.element_ty), mask=valid)

@@ -22,7 +22,7 @@ _PROGRAMS = 132
 """Programs wanted: one for each of an H200's multiprocessors."""
 
 
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "tiles"])
+@triton.jit(do_not_specialize=["token_stride", "tokens", "vocabulary", "tiles"])
 def weigh_codes(
     grad, token_stride, code_stride, codes, stride, shifts, sums_out, tokens, vocabulary, words, tiles,
     FORM: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,

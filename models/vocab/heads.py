@@ -84,9 +84,9 @@ class TiedHead(TableHead):
 class CodeHead(Head):
     """A learned map [K, d] to the code width, then the inner product with every sign code over sqrt(K)."""
 
-    def __init__(self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str) -> None:
+    def __init__(self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str, skip_below: float = 0.0) -> None:
         super().__init__(prior)
-        self.codes, self.impl = Reference(codes), impl
+        self.codes, self.impl, self.skip_below = Reference(codes), impl, skip_below
         self.weight = nn.Parameter(torch.randn(codes.bits, width) * INIT_STD)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,5 +100,6 @@ class CodeHead(Head):
             targets,
             ignore_index=IGNORE,
             reduction="none",
+            skip_below=self.skip_below,
             impl=self.impl,
         )
