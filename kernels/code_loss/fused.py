@@ -186,7 +186,9 @@ class _Loss:
         self.references, self.factors, self.at_targets = (scorer.empty(scorer.tokens) for _ in range(3))
         self.code_sums = self.prior_sum = self.flags = None
         # What the sums go through: (operands, targets). Only to skip tiles is it worth sorting.
-        self.skipping = options.skip_below > 0 and options.hidden_grad and not options.smoothing
+        # Triton (3.7) cannot compile a branch around products whose sums are in Blackwell's tensor memory: there all is summed.
+        can_skip = options.hidden_grad and not options.smoothing and not scorer.target.startswith("sm_10")
+        self.skipping = options.skip_below > 0 and can_skip
         self.summed = by_prior(scorer, self.targets) if self.skipping else (scorer, self.targets)
         if options.smoothing and not self.combined:
             self.code_sums = _code_sums(scorer)
