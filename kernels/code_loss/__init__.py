@@ -78,7 +78,8 @@ def code_cross_entropy(
             ``skip_below``. If the tokens left out hold a share m of it, a component of the gradient of a token is wrong by at most
             m * (1 - p_target) / sqrt(K) (times |1 + 2 z_loss lse|), m <= V * skip_below. "fused" then goes through the vocabulary
             by falling prior (a temporary copy of the codes), "eager" skips on a CPU only, "naive" never, nor "fused" on a B200,
-            and with label smoothing nothing is left out. ``python -m bench.code_skip RUN`` says what it would save a trained model, and its error.
+            and with label smoothing nothing is left out. ``python -m bench.code_skip RUN`` says what it would save a trained model,
+            and its error.
         impl: "naive" materialises codes and scores; "eager" does neither; "fused" is one pass of a Triton kernel over the packed
             codes (two with return_aux, or with label smoothing under a soft-cap), K at most 2048; "auto".
 
