@@ -126,7 +126,7 @@ def build_model(description: ModelDescription, fixed: FixedData, seed: int = 0) 
     heads: dict[str, Callable[[], Head]] = {
         "table": lambda: TableHead(description.vocab_size, width, prior),
         "tied": lambda: TiedHead(interface, prior),
-        "code": lambda: CodeHead(codes, width, prior, arm.impl, arm.scores),
+        "code": lambda: CodeHead(codes, width, prior, arm.impl, arm.scores, arm.skip_below),
     }
     head = _seeded(seed, "head", heads[arm.head])
     return LanguageModel(description, codes, interface, body, head)

@@ -35,6 +35,7 @@ class ArmSettings:
     lift: Literal["tile", "interleave"] = "tile"  # binary, gf2: how the bits fill the width
     code_scale: Literal["01", "pm1", "unit_rms"] = "01"  # binary, gf2: values of a clear and a set bit
     gf2_seed: int = 12345  # gf2: seed of the matrix (16 bits with 12345 is the published one)
+    skip_below: float = 0.0  # code head: leave tokens below this probability out of the gradient (0: exact; kernels/code_loss)
     input_scale: float = 0.0  # multiplies the interface's output; 0 takes the preset's own factor
 
     @property
@@ -211,6 +212,8 @@ def _arm_problems(arm: ArmSettings) -> list[str]:
         found.append(f"arm.scores=int8 is for head 'code', and this arm's is {arm.head!r}: set arm.head=code, or leave arm.scores")
     if not 4 <= arm.positions <= 1024:
         found.append(f"arm.positions must lie in [4, 1024] (4: the length of a special token's reserved code), got {arm.positions}")
+    if not 0 <= arm.skip_below <= 1:
+        found.append(f"arm.skip_below must lie in [0, 1], got {arm.skip_below:g}")
     if arm.input_scale < 0:
         found.append(f"arm.input_scale must be positive, or 0 for the preset's own, got {arm.input_scale}")
     return found

@@ -135,6 +135,16 @@ def test_input_scale_reaches_the_body(data_dir):
         torch.testing.assert_close(model(ids), model.body(0.5 * model.interface(ids)))
 
 
+def test_skip_below_reaches_the_code_head(data_dir):
+    exact, skipping = (make(data_dir, "gpt2-tiny", "sign", "code", "fixed", "float", **{"arm.skip_below": s}) for s in (0.0, 0.01))
+    inputs, targets = batch(exact)
+    losses = [model.loss(inputs, targets, targets.numel()) for model in (exact, skipping)]
+    grads = [torch.autograd.grad(loss, m.head.weight)[0] for loss, m in zip(losses, (exact, skipping), strict=True)]
+    assert torch.equal(*losses) and not torch.equal(*grads)
+    with pytest.raises(UsageError, match=r"arm.skip_below must lie in \[0, 1\], got 2"):
+        check(override(RunSettings(), {"arm.skip_below": 2}))
+
+
 @pytest.mark.parametrize("arm", [a for a in ARMS if a[0] == "gpt2-tiny" and a[3] != "none"], ids="/".join)
 def test_naive_and_eager_agree(data_dir, arm):
     eager, naive = (make(data_dir, *arm, **{"arm.impl": impl}) for impl in ("eager", "naive"))

@@ -234,9 +234,10 @@ def test_gradcheck(options):
 def test_registration():
     hidden, _, codes, prior, targets = problem(31, 33, 5)
     hidden.requires_grad_(), prior.requires_grad_()
-    args = (hidden, codes, prior, targets, -100, 0.1, 0.01, 3.0, True, True, "eager")
+    args = (hidden, codes, prior, targets, -100, 0.1, 0.01, 3.0, True, True, 0.0, "eager")
     torch.library.opcheck(registered.code_cross_entropy, args)
-    torch.library.opcheck(registered.code_cross_entropy, (hidden, codes, None, targets, -100, 0.0, 0.0, None, True, False, "eager"))
+    plain = (-100, 0.0, 0.0, None, True, False, 1e-3, "eager")
+    torch.library.opcheck(registered.code_cross_entropy, (hidden, codes, None, targets, *plain))
     loss, lse, logprob, _, _, rows = (output.detach() for output in registered.code_cross_entropy(*args))
     torch.library.opcheck(registered.hidden_grad, (loss, rows, targets, -100, torch.float64))
     constants = (hidden.detach(), codes, prior.detach(), targets, lse, logprob)

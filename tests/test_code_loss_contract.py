@@ -31,7 +31,7 @@ def test_vmap_keeps_the_gradients(impl):
 
 def test_a_gradient_that_was_not_prepared_is_refused():
     hidden, _, codes, _, targets = problem()
-    options = (-100, 0.0, 0.0, None, False, False, "eager")
+    options = (-100, 0.0, 0.0, None, False, False, 0.0, "eager")
     loss = registered.code_cross_entropy(hidden.requires_grad_(), codes, None, targets, *options)[0]
     with pytest.raises(RuntimeError, match="gradient of hidden is wanted now but was not when the loss was computed"):
         loss.sum().backward()

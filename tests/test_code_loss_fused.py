@@ -225,9 +225,10 @@ def test_deterministic_inputs_unchanged_and_backward_twice():
 def test_registration():
     hidden, _, codes, prior, targets = case(31, 33, 5)
     hidden.requires_grad_(), prior.requires_grad_()
-    args = (hidden, codes, prior, targets, -100, 0.1, 0.01, 3.0, True, True, "fused")
+    args = (hidden, codes, prior, targets, -100, 0.1, 0.01, 3.0, True, True, 0.0, "fused")
     torch.library.opcheck(registered.code_cross_entropy, args)
-    torch.library.opcheck(registered.code_cross_entropy, (hidden, codes, None, targets, -100, 0.0, 0.0, None, True, False, "fused"))
+    plain = (-100, 0.0, 0.0, None, True, False, 1e-3, "fused")
+    torch.library.opcheck(registered.code_cross_entropy, (hidden, codes, None, targets, *plain))
     loss, lse, logprob, *_ = (output.detach() for output in registered.code_cross_entropy(*args))
     constants = (hidden.detach(), codes, prior.detach(), targets, lse, logprob)
     torch.library.opcheck(registered.prior_grad, (loss, *constants, -100, 0.1, 0.01, 3.0, "fused"))
@@ -274,7 +275,7 @@ def test_memory_does_not_depend_on_the_vocabulary(vocabulary):
         with recording("sm_90"), pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", empty)
             targets = real(8192, dtype=torch.int64, device="meta")
-            registered.code_cross_entropy(hidden, codes, None, targets, -100, 0.1, 0.0, None, True, False, "fused")
+            registered.code_cross_entropy(hidden, codes, None, targets, -100, 0.1, 0.0, None, True, False, 0.0, "fused")
         return sum(t.numel() * t.element_size() for t in sizes)
 
     assert allocated(vocabulary) == allocated(32768) < 64 << 20

@@ -4,12 +4,13 @@ What must move is the packed codes and the prior, once; what must be computed fo
 product is of int8 digits, four to a number (kernels/code_loss/fused_decode_kernels.py).
 """
 
+import dataclasses
 import math
 
 import torch
 
-from bench.ledger.case import FORWARD, Bound, Case, Chain, Pass, Work
-from kernels.code_loss import fused_decode, fused_sampling
+from bench.ledger.case import BACKWARD, FORWARD, Bound, Case, Chain, Pass, Work
+from kernels.code_loss import fused_decode, fused_sampling, fused_scores_grad
 from kernels.code_loss.sampling import Filter
 from kernels.launch import Launch
 
@@ -45,6 +46,28 @@ def case(name: str, tokens: int, k: int | None = None, options: Filter | None = 
     )  # fmt: skip
 
 
+def scores(tokens: int, gradient: bool) -> Case:
+    """All scores, which are what has to move, or what their gradient is read from."""
+
+    def run() -> None:
+        hidden = torch.empty(tokens, WIDTH, dtype=torch.bfloat16, device="meta")
+        codes = torch.empty(VOCABULARY, WIDTH // 32, dtype=torch.int32, device="meta")
+        scores = torch.empty(tokens, VOCABULARY, device="meta")
+        if gradient:
+            fused_scores_grad.hidden_gradient(scores, codes, hidden)
+        else:
+            fused_decode.scores(hidden, codes, torch.empty(VOCABULARY, device="meta"), scores)
+
+    product, logits, dense = 2 * tokens * VOCABULARY * WIDTH, 4 * tokens * VOCABULARY, VOCABULARY * WIDTH * 2
+    unpacking = Pass("codes unpacked", CODES + dense)
+    other = Pass("product of split fp32" if gradient else "product", dense + logits, product * (2 if gradient else 1))
+    name, direction = f"scores, {tokens} tokens", BACKWARD if gradient else FORWARD
+    return Case(
+        name, direction, "bf16", {"T": tokens, "V": VOCABULARY, "K": WIDTH}, run, Bound(CODES + logits, product), matrix=True,
+        spills=gradient, baselines={"codes unpacked each time": (unpacking, other)},
+    )  # fmt: skip
+
+
 def _digits(launch: Launch, case: Case) -> Work:
     tokens = case.shape["T"]
     return Work(tokens * WIDTH * 2, tokens * WIDTH * 4, l2_read=tokens * WIDTH * 2, chain=Chain(hbm=1))
@@ -59,6 +82,24 @@ def _over_codes(launch: Launch, case: Case) -> Work:
     return Work(
         CODES + PRIOR, l2_read=token_tiles * (CODES + PRIOR), flops=2 * token_tiles * padded * 8 * a["BYTES"] * 4 * a["BT"],
         dtype="int8", iterations=tiles, chain=Chain(hbm=rounds, l2=1),
+    )  # fmt: skip
+
+
+def _scores(launch: Launch, case: Case) -> Work:
+    """As a pass over the codes, and every score is written."""
+    base = _over_codes(launch, case)
+    return dataclasses.replace(base, hbm_write=4 * case.shape["T"] * VOCABULARY)
+
+
+def _weigh_codes(launch: Launch, case: Case) -> Work:
+    """Scores' gradients are read once, codes from HBM once and then from L2; every split writes its sums."""
+    a = launch.arguments
+    programs, tokens = launch.grid[0] * launch.grid[1], case.shape["T"]
+    flops = 2.0 * programs * a["tiles"] * a["BV"] * a["BT"] * a["W"] * 16 * a["PARTS"]
+    scores = 4 * tokens * VOCABULARY
+    return Work(
+        CODES + scores, 4 * launch.grid[1] * tokens * WIDTH, l2_read=scores + launch.grid[0] * CODES, flops=flops, dtype="bf16",
+        iterations=a["tiles"], chain=Chain(hbm=a["tiles"]),
     )  # fmt: skip
 
 
@@ -94,6 +135,9 @@ CASES = [
     case("argmax, 64 tokens", 64, k=1),
     case("top-50, 1 token", 1, k=50),
     case("top-50, 64 tokens", 64, k=50),
+    case("top-1000, 1 token", 1, k=1000),
+    scores(1024, gradient=False),
+    scores(1024, gradient=True),
     case("draw, 1 token", 1, options=Filter(0.8, None, 1.0, 0.0)),
     case("draw with top-p, 1 token", 1, options=Filter(0.8, None, 0.9, 0.0)),
 ]
@@ -101,6 +145,10 @@ WORK = {
     "digits_kernel": _digits,
     **dict.fromkeys(("best_kernel", "noise_kernel", "counts_kernel"), _over_codes),
     "bins_kernel": _bins,
+    "collect_kernel": _over_codes,
+    "unpack_kernel": _by_row,
+    "scores_kernel": _scores,
+    "weigh_codes": _weigh_codes,
     **dict.fromkeys(("largest_kernel", "select_kernel", "order_kernel", "pick_kernel"), _by_row),
     "descend_kernel": _descend,
     "rescore_kernel": _rescore,

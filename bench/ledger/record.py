@@ -17,6 +17,7 @@ STREAMING = {
     *("fill_", "zero_", "zeros", "zeros_like", "full", "full_like", "ones", "new_zeros", "new_full", "arange"),
     *("copy_", "clone", "_to_copy", "cat", "scatter", "constant_pad_nd"),
     *("add", "add_", "sub", "rsub", "mul", "mul_", "div", "floor_divide", "remainder", "neg", "sqrt", "rsqrt", "reciprocal"),
+    *("exp", "expm1"),
     *("where", "masked_fill", "masked_fill_", "clamp", "clamp_", "eq", "ne", "lt", "le", "gt", "ge"),
     *("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
     *("__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift"),

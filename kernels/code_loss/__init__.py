@@ -58,6 +58,7 @@ def code_cross_entropy(
     softcap: float | None = None,
     scores: str = "float",
     return_aux: bool = False,
+    skip_below: float = 0.0,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, CodeLossAux]:
     """Cross-entropy of the softmax over all codes, in nats, without [T, V] scores or [V, K] numbers.
@@ -89,6 +90,13 @@ def code_cross_entropy(
             sqrt(K) * max|h| / 254 nats of the exact one, every loss within twice that without label smoothing and z-loss;
             typically max|h| / 440 (``quantised`` derives both). Decoding (``code_topk``, ...) is always exact.
         return_aux: return (loss, CodeLossAux) instead of the loss.
+        skip_below: in [0, 1]; 0 is exact. Above, with either kind of scores, the loss stays what it is but the hidden gradient may
+            leave out tokens that are unlikely for all hidden states of a tile: those whose share of the probability that is not the
+            target's is at most ``skip_below``. If the tokens left out hold a share m of it, a component of the gradient of a token
+            is wrong by at most m * (1 - p_target) / sqrt(K) (times |1 + 2 z_loss lse|), m <= V * skip_below. "fused" then goes
+            through the vocabulary by falling prior (a temporary copy of the codes), "eager" skips on a CPU only, "naive" never, nor
+            "fused" on a B200, and with label smoothing nothing is left out. ``python -m bench.code_skip RUN`` says what it would
+            save a trained model, and its error.
         impl: "naive" materialises codes and scores; "eager" does neither; "fused" is one pass of a Triton kernel over the packed
             codes (two with return_aux, or with label smoothing under a soft-cap), K at most 2048; "auto".
 
@@ -108,16 +116,17 @@ def code_cross_entropy(
     checks.require_integer(op, "ignore_index", ignore_index)
     label_smoothing = require_number(op, "label_smoothing", label_smoothing, 0, 1)
     numbers = (ignore_index, label_smoothing, require_number(op, "z_loss", z_loss, 0), checks.require_softcap(op, softcap))
+    skip_below = require_number(op, "skip_below", skip_below, 0, 1)
     int8 = checks.require_scores(op, scores)
     chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             rows = straight_through(rows) if int8 else rows
-            outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux)
+            outputs = naive.token_losses(rows, codes, prior, targets.reshape(-1), *numbers, return_aux, skip_below)
         else:
             refuse_forward_ad(op, rows, prior)
             outputs = registered.code_cross_entropy(
-                rows, codes, prior, targets.reshape(-1), *numbers, wants_gradient(rows), return_aux, chosen, int8
+                rows, codes, prior, targets.reshape(-1), *numbers, wants_gradient(rows), return_aux, skip_below, chosen, int8
             )
         losses, *values = (output.view(targets.shape) for output in outputs[:5])
         loss = checks.reduce_losses(losses, targets != ignore_index, token_weights, reduction, denominator)
@@ -130,8 +139,8 @@ def code_logits(
     """All scores [..., V] of hidden [..., K], fp32 (fp64 for fp64); the codes are never unpacked as a whole.
 
     Arguments as in ``code_cross_entropy``. Differentiable in hidden and prior, twice. Raises as it does. With impl "fused" the
-    scores (and the derivative of the hidden gradient, which is scores again) are one Triton kernel; the soft-cap and the
-    gradients are plain PyTorch.
+    scores, the hidden gradient and its derivative (scores again) are Triton kernels; the soft-cap and the prior's gradient, a
+    column sum, are plain PyTorch.
     """
     op = "code_logits"
     rows = _token_rows(op, hidden, codes, prior)

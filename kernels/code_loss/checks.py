@@ -18,6 +18,7 @@ class Options:
     softcap: float | None
     hidden_grad: bool
     aux: bool
+    skip_below: float = 0.0
     int8: bool = False
 
 

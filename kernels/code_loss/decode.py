@@ -70,8 +70,12 @@ def _(hidden, codes, prior, impl):
 def code_scores_hidden_grad(grad: torch.Tensor, codes: torch.Tensor, width: int, dtype: torch.dtype, impl: str) -> torch.Tensor:
     """sum_v grad_tv code_v / sqrt(K): grad [T, V] -> [T, K] in ``dtype``, the transpose of ``code_scores``.
 
-    Plain PyTorch for every implementation: chunks of codes are unpacked for a matrix product.
+    In PyTorch chunks of codes are unpacked for a matrix product.
     """
+    if impl == "fused":
+        out = grad.new_empty(grad.shape[0], width, dtype=dtype)
+        importlib.import_module("kernels.code_loss.fused_scores_grad").hidden_gradient(grad.detach(), codes, out)
+        return out
     total = grad.new_zeros(grad.shape[0], width)
     for start, stop in spans(codes.shape[0], CHUNK):
         total.addmm_(grad[:, start:stop], unpack_sign_codes(codes[start:stop], width, grad.dtype))

@@ -93,9 +93,7 @@ class _CodeSums:
         return cls(torch.zeros_like(hidden), hidden.new_zeros(rows, hidden.shape[1]))
 
     def add(self, signs: torch.Tensor, weights: torch.Tensor, slopes: torch.Tensor | None, shrink: torch.Tensor, options: Options):
-        """One chunk: signs [n, K], weights = exp(score - top) [n, G] (destroyed), slopes [n, G] under a soft-cap."""
-        if slopes is not None:
-            weights.mul_(slopes)
+        """One chunk: signs [n, K], weights = exp(score - top) * slope [n, G], slopes [n, G] under a soft-cap."""
         self.others.mul_(shrink[:, None]).addmm_(weights.t(), signs)
         if options.smoothing and slopes is not None:
             self.plain.addmm_(slopes.t(), signs)
@@ -110,6 +108,7 @@ def _pass(
     tables = block_tables(hidden)
     sums = _Sums.start(targets, hidden.dtype)
     code_sums = _CodeSums.start(hidden, options) if options.hidden_grad else None
+    skipping = _skips(hidden, options)
     scratch = hidden.new_empty(min(CHUNK, codes.shape[0]), hidden.shape[0])
     for start, stop in spans(codes.shape[0], CHUNK):
         chunk, part = codes[start:stop], None if prior is None else prior[start:stop].to(hidden.dtype)
@@ -118,9 +117,21 @@ def _pass(
         sums.take_target(scores, targets, start)
         slopes = None if code_sums is None or options.softcap is None else slope(scores, options.softcap)
         shrink = sums.see_others(scores, options)
-        if code_sums is not None:
-            code_sums.add(unpack_sign_codes(chunk, hidden.shape[1], hidden.dtype), scores, slopes, shrink, options)
+        if code_sums is None:
+            continue
+        if slopes is not None:
+            scores.mul_(slopes)
+        if skipping:
+            # What is left out of the sum so far is even less of the whole.
+            needed = (scores > options.skip_below * sums.total).any(1).nonzero()[:, 0]
+            chunk, scores = chunk[needed], scores[needed]
+        code_sums.add(unpack_sign_codes(chunk, hidden.shape[1], hidden.dtype), scores, slopes, shrink, options)
     return sums, code_sums
+
+
+def _skips(hidden: torch.Tensor, options: Options) -> bool:
+    """Whether codes may be left out: where that needs no wait for a device, and where only exp(score) weighs them."""
+    return options.skip_below > 0 and hidden.device.type == "cpu" and not options.smoothing
 
 
 def _hidden_gradient(

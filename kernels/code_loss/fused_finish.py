@@ -78,12 +78,12 @@ def best_of(bests, ids, token, tokens, real, splits):
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits"])
 def finish_losses(
     hidden, codes, stride, prior, reference, targets, code_sums, prior_sum, tops, totals, dots, bests, ids, plains, flags,
     loss_out, lse_out, logprob_out, argmax_out, entropy_out, references, factors, at_targets,
     tokens, vocabulary, words, splits,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, SHIFT: tl.constexpr, Z_LOSS: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
     HAS_PRIOR: tl.constexpr, AUX: tl.constexpr, ONE_PASS: tl.constexpr, ONLY_FLAGGED: tl.constexpr, PARTS: tl.constexpr,
     W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,9 @@ def finish_losses(
     factor = (1 + rise) * others
     at_target = rise * mine - others + SMOOTHING
     if SOFTCAP != 0:
-        at_target = (at_target - SHIFT) * slope
+        if SMOOTHING != 0:
+            at_target -= SMOOTHING / vocabulary
+        at_target = at_target * slope
     if ONE_PASS:
         factor = factor / tl.where(total > 0, total, 1.0)
         exact = (total > 1e-24) & (total < 1e30)
@@ -173,14 +175,14 @@ def finish_losses(
     tl.store(at_targets + token, at_target, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "splits"])
 def finish_rows(
     codes, stride, targets, code_sums, sums, factors, at_targets, flags, rows,
     tokens, vocabulary, words, splits, width,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, COMBINED: tl.constexpr, ONLY_FLAGGED: tl.constexpr,
+    SCALE: tl.constexpr, SMOOTHING: tl.constexpr, COMBINED: tl.constexpr, ONLY_FLAGGED: tl.constexpr,
     W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient rows of BT tokens: (factor * sums + coefficient * the target's code - SHIFT * sum of all codes) * SCALE."""
+    """Gradient rows of BT tokens: (factor * sums + coefficient * the target's code - SMOOTHING / V * sum of all codes) * SCALE."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     real = token < tokens
     if ONLY_FLAGGED:
@@ -197,14 +199,14 @@ def finish_rows(
         total = total * tl.load(factors + token, mask=real, other=0.0)[:, None]
     sign = code_of(codes, stride, target, vocabulary, bit, halfword, words)
     total += tl.load(at_targets + token, mask=real, other=0.0)[:, None] * sign
-    if (SHIFT != 0) and (not COMBINED):
-        total -= SHIFT * tl.load(code_sums + place)[None, :]
+    if (SMOOTHING != 0) and (not COMBINED):
+        total -= (SMOOTHING / vocabulary) * tl.load(code_sums + place)[None, :]
     total = tl.where((target >= 0)[:, None], total * SCALE, 0.0)
     out = rows + token.to(tl.int64)[:, None] * width + element[None, :]
     tl.store(out, total, mask=real[:, None] & (element < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocabulary"])
 def count_bits(codes, stride, out, vocabulary, words, W: tl.constexpr, BV: tl.constexpr):
     """How many of this program's codes (blocks of BV, dealt out in turn) have each bit: int32 [16, W]."""
     column, bit = tl.arange(0, W), tl.arange(0, 16)

@@ -259,7 +259,7 @@ def tile_range(flags, token, tokens, vocabulary, tiles, BV: tl.constexpr, ONLY_F
     return first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def list_hits(targets, out, tokens, BV: tl.constexpr, BT: tl.constexpr):
     """The tiles of BV codes in which BT tokens have their targets: ascending, each once, then NEVER; int32 [programs, BT + 1]."""
     start, place = tl.program_id(0) * BT, tl.arange(0, BT)

@@ -30,8 +30,12 @@ def token_losses(
     z_loss: float,
     softcap: float | None,
     aux: bool,
+    skip_below: float,
 ) -> list[torch.Tensor]:
-    """[loss] or, with ``aux``, [loss, lse, target logprob, argmax, entropy], each [T]; only the first is differentiable."""
+    """[loss] or, with ``aux``, [loss, lse, target logprob, argmax, entropy], each [T]; only the first is differentiable.
+
+    Nothing is left out, whatever ``skip_below``: this is what its error is measured against.
+    """
     targets = checked_targets(targets, ignore_index, codes.shape[0])
     valid = targets >= 0
     # Masked before scoring: 0 * NaN would let an ignored row that is not finite into every gradient.

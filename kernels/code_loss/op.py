@@ -31,6 +31,7 @@ def code_cross_entropy(
     softcap: float | None,
     hidden_grad: bool,
     aux: bool,
+    skip_below: float,
     impl: str,
     int8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,7 +40,7 @@ def code_cross_entropy(
     Only the loss is differentiable. argmax and entropy hold zeros unless ``aux``.
     """
     targets = checked_targets(targets, ignore_index, codes.shape[0])
-    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux, int8=int8)
+    options = Options(label_smoothing, z_loss, softcap, hidden_grad, aux, skip_below, int8=int8)
     outputs = _empty_outputs(hidden, hidden_grad)
     _implementation(impl).losses(hidden.detach(), codes, None if prior is None else prior.detach(), targets, options, outputs)
     return outputs
@@ -55,7 +56,9 @@ def _empty_outputs(hidden: torch.Tensor, hidden_grad: bool) -> tuple:
 
 
 @code_cross_entropy.register_fake
-def _(hidden, codes, prior, targets, ignore_index, label_smoothing, z_loss, softcap, hidden_grad, aux, impl, int8=False):
+def _(
+    hidden, codes, prior, targets, ignore_index, label_smoothing, z_loss, softcap, hidden_grad, aux, skip_below, impl, int8=False
+):
     return _empty_outputs(hidden, hidden_grad)
 
 
@@ -104,7 +107,7 @@ def _(grad, hidden, codes, prior, targets, lse, logprob, ignore_index, label_smo
 
 
 def _save(ctx, inputs, output):
-    hidden, codes, prior, targets, *numbers, with_hidden, _, ctx.impl, ctx.int8 = inputs
+    hidden, codes, prior, targets, *numbers, with_hidden, _, _, ctx.impl, ctx.int8 = inputs
     _, lse, logprob, _, _, rows = output
     ctx.numbers, ctx.dtype, ctx.with_hidden = numbers, hidden.dtype, with_hidden
     ctx.with_prior = ctx.needs_input_grad[2]

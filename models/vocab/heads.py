@@ -113,12 +113,15 @@ class TiedHead(TableHead):
 class CodeHead(Head):
     """A learned map [K, d] to the code width, then the inner product with every sign code over sqrt(K).
 
-    ``scores`` says how ``nll`` makes them ("float" or "int8", see ``code_cross_entropy``); all else takes them exactly.
+    ``scores`` says how ``nll`` makes them ("float" or "int8") and ``skip_below`` what its gradient may leave out (see
+    ``code_cross_entropy``); all else takes them exactly.
     """
 
-    def __init__(self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str, scores: str) -> None:
+    def __init__(
+        self, codes: CodeBook, width: int, prior: UnigramPrior | None, impl: str, scores: str, skip_below: float = 0.0
+    ) -> None:
         super().__init__(prior)
-        self.codes, self.impl, self.scores = Reference(codes), impl, scores
+        self.codes, self.impl, self.scores, self.skip_below = Reference(codes), impl, scores, skip_below
         self.weight = nn.Parameter(torch.randn(codes.bits, width) * INIT_STD)
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -129,8 +132,8 @@ class CodeHead(Head):
         return code_logits(*self._operands(hidden), impl=self.impl)
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        options = {"ignore_index": IGNORE, "reduction": "none", "scores": self.scores, "impl": self.impl}
-        return code_cross_entropy(*self._operands(hidden), targets, **options)
+        options = {"ignore_index": IGNORE, "reduction": "none", "scores": self.scores, "skip_below": self.skip_below}
+        return code_cross_entropy(*self._operands(hidden), targets, impl=self.impl, **options)
 
     def score_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         options = {"ignore_index": IGNORE, "reduction": "none", "return_aux": True, "impl": self.impl}
