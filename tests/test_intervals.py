@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from models.evaluation.intervals import AGGREGATIONS, difference, estimate
+from models.evaluation.task_chart import short_names
 
 
 def test_an_accuracy_has_lm_evals_value_and_error():
@@ -66,3 +67,12 @@ def test_other_questions_are_refused():
     with pytest.raises(ValueError, match="same questions"):
         difference([1.0, 0.0], [1.0], "mean")
     assert math.isfinite(estimate([-1e6, -1e6 - 1], "perplexity").high), "a hopeless model must not overflow"
+
+
+def test_a_chart_names_models_by_what_tells_them_apart():
+    assert short_names(["runs/grid/sign", "runs/grid/table"]) == {"runs/grid/sign": "sign", "runs/grid/table": "table"}
+    assert list(short_names(["a/b", "a/b/c"]).values()) == ["b", "b/c"]
+    assert list(short_names(["/x/grid/seed-0/kron", "/x/grid/seed-1/kron", "smollm2"]).values()) == [
+        "/x/grid/seed-0/kron", "/x/grid/seed-1/kron", "smollm2",
+    ]  # fmt: skip
+    assert short_names(["runs/kron"]) == {"runs/kron": "kron"}

@@ -23,7 +23,8 @@ def draw_scores(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     for axes, metric in zip(panels[:, 0], metrics, strict=True):
         _draw_panel(axes, metric, models, [row for row in rows if row["metric"] == metric])
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=2)
+    columns = max(1, int(size[0] * 10 // (max(map(len, labels)) + 6)))  # about ten characters an inch
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=columns)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -31,20 +32,34 @@ def draw_scores(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _draw_panel(axes: Any, metric: str, models: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     every = list(dict.fromkeys(row["task"] for row in rows))
     tasks, width = every[-MOST_TASKS:], 0.8 / len(models)  # the last is the whole of a group
+    short = short_names(models)
     for i, model in enumerate(models):
         mine = [row for row in rows if row["model"] == model and row["task"] in tasks]
         places = [tasks.index(row["task"]) + (i - (len(models) - 1) / 2) * width for row in mine]
-        axes.bar(places, [row["value"] for row in mine], width * 0.92, color=f"C{i}", label=model)
+        axes.bar(places, [row["value"] for row in mine], width * 0.92, color=f"C{i}", label=short[model])
         for place, row in zip(places, mine, strict=True):
             if row["low"] is not None:
                 ends = [[row["value"] - row["low"]], [row["high"] - row["value"]]]
                 axes.errorbar(place, row["value"], yerr=ends, fmt="none", ecolor="black", elinewidth=1, capsize=2)
     chances = {row["task"]: row["chance"] for row in rows if row["chance"] is not None and row["task"] in tasks}
-    for task, chance in chances.items():
-        axes.hlines(chance, tasks.index(task) - 0.45, tasks.index(task) + 0.45, color="0.35", linestyle="--", linewidth=1)
+    for i, (task, chance) in enumerate(chances.items()):
+        label = None if i else "guessing"
+        place = tasks.index(task)
+        axes.hlines(chance, place - 0.45, place + 0.45, color="0.35", linestyle="--", linewidth=1, label=label)
     axes.set_xticks(range(len(tasks)), tasks, rotation=30 if len(tasks) > 4 else 0, ha="right" if len(tasks) > 4 else "center")
-    axes.set_xlim(-0.6, max(len(tasks), 3) - 0.4)  # a single task does not fill the panel
+    room = 0.6 + max(0, 3 - len(tasks)) / 2  # a single task does not fill the panel
+    axes.set_xlim(-room, len(tasks) - 1 + room)
     direction = {True: ", higher is better", False: ", lower is better"}.get(rows[0]["higher_is_better"], "")
     left_out = f" (the last {MOST_TASKS} of {len(every)} tasks)" if len(every) > MOST_TASKS else ""
     axes.set(title=f"{metric}{direction}{left_out}", ylabel=metric, ylim=(0, None))
     axes.grid(axis="y", alpha=0.25)
+
+
+def short_names(models: Sequence[str]) -> dict[str, str]:
+    """Each model's name without the folders that all of them lie in."""
+    if len(models) == 1:
+        return {models[0]: Path(models[0]).name or models[0]}
+    parts = [model.split("/") for model in models]
+    shortest = min(map(len, parts)) - 1  # something must be left of each
+    same = next((i for i in range(shortest) if len({words[i] for words in parts}) > 1), shortest)
+    return {model: "/".join(words[same:]) for model, words in zip(models, parts, strict=True)}
