@@ -39,12 +39,20 @@ def byte_tables(hidden: torch.Tensor) -> torch.Tensor:
     tokens, width = hidden.shape
     groups = -(-width // 8)
     parts = F.pad(hidden, (0, groups * 8 - width)).t().reshape(groups, 8, tokens)
-    table = hidden.new_zeros(groups, 256, tokens)
-    for bit in range(8):
-        low, high, part = table[:, : 1 << bit], table[:, 1 << bit : 2 << bit], parts[:, bit : bit + 1]
+    low, high = _nibble_sums(parts[:, :4]), _nibble_sums(parts[:, 4:])
+    table = hidden.new_empty(groups, 16, 16, tokens)
+    torch.add(high[:, :, None], low[:, None], out=table)
+    return table.view(groups * 256, tokens)
+
+
+def _nibble_sums(parts: torch.Tensor) -> torch.Tensor:
+    """All 16 signed sums of four rows: [groups, 4, T] -> [groups, 16, T]."""
+    sums = parts.new_zeros(parts.shape[0], 16, parts.shape[2])
+    for bit in range(4):
+        low, high, part = sums[:, : 1 << bit], sums[:, 1 << bit : 2 << bit], parts[:, bit : bit + 1]
         torch.add(low, part, out=high)
         low.sub_(part)
-    return table.reshape(groups * 256, tokens)
+    return sums
 
 
 def byte_rows(codes: torch.Tensor, width: int) -> torch.Tensor:
