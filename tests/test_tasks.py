@@ -161,6 +161,13 @@ def test_unknown_tasks_get_near_names(name, near):
         load_tasks([name], offline=True, shots=None)
 
 
+def test_more_examples_than_there_are_questions_are_refused():
+    others = len(questions()) - 1
+    assert load_tasks(["sequences"], offline=True, shots=others)
+    with pytest.raises(UsageError, match=f"task sequences: has only {others} questions to show"):
+        load_tasks(["sequences"], offline=True, shots=others + 1)
+
+
 @PACKAGED
 def test_shots_need_questions_that_are_not_scored(offline):
     with pytest.raises(UsageError, match="no training questions"):
