@@ -51,7 +51,7 @@ else:
 
     def main(argv: list[str]) -> int:
         arguments = build_parser().parse_args(argv)
-        if arguments.tasks:
+        if arguments.tasks is not None:
             from models.evaluation.environment import prepare_libraries
 
             prepare_libraries(arguments.offline)  # before the imports of the next line

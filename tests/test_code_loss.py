@@ -374,6 +374,7 @@ def test_targets_out_of_range(label):
         ({"reduction": "sum", "denominator": 3}, ValueError, "denominator divides the mean only"),
         ({"denominator": 0}, ValueError, "denominator must be a finite number > 0; got 0"),
         ({"denominator": torch.ones(2)}, ValueError, "denominator must have shape"),
+        ({"denominator": torch.tensor(1j)}, TypeError, "denominator must be float64 or .*, got complex64"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be a finite number >= 0 and <= 1; got 1.5"),
         ({"z_loss": math.nan}, ValueError, "z_loss must be"),
         ({"softcap": 0.0}, ValueError, "softcap must be a finite number > 0"),

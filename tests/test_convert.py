@@ -1,5 +1,7 @@
 """Models of transformers as checkpoints: the same logits, or a reason why not."""
 
+import json
+
 import pytest
 import tokenizers
 import torch
@@ -132,3 +134,16 @@ def test_documents_begin_with_what_the_tokenizer_adds(tmp_path):
         assert tokenizer.eos_id == 0
         assert tokenizer.start_id == (start if added else None)
         assert prompt_ids(tokenizer, "merge", 64)[0] == (start if added else tokenizer.encode("merge")[0])
+
+
+@pytest.mark.parametrize("change, message", [({"num_hidden_layers": 4}, "9 missing, such as model.layers.3"),
+                                             ({"num_hidden_layers": 2}, "9 unexpected, such as model.layers.2"),
+                                             ({"num_attention_heads": 0}, "transformers cannot load it")])  # fmt: skip
+def test_weights_that_are_not_those_of_the_settings_are_refused(tmp_path, change, message):
+    random_model(llama()).save_pretrained(tmp_path / "hf")
+    tokenizer_json(tmp_path / "hf")
+    settings = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(UserError, match=message) as caught:
+        main(["hf", str(tmp_path / "hf"), str(tmp_path / "out")])
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -141,3 +141,9 @@ def test_damaged_and_missing_checkpoints_exit_with_one_line(run, tmp_path):
 def test_scores_are_plain_json(run, tmp_path):
     evaluate(run / "table", "--json", tmp_path / "s.json")
     assert all(not isinstance(v, np.generic) for row in json.loads((tmp_path / "s.json").read_text()) for v in row.values())
+
+
+@pytest.mark.parametrize("file, message", [("none/s.json", "its folder does not exist"), (".", "names a folder")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_scored(run, tmp_path, file, message):
+    done = evaluate(run / "table", "--json", tmp_path / file)
+    assert done.returncode == 2 and done.stdout == "" and message in done.stderr and len(done.stderr.splitlines()) == 1

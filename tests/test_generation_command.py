@@ -4,6 +4,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +102,7 @@ def test_what_is_wrong_is_one_line(grid, capsys, tmp_path):
         ([sign, "--prompt", "a", "--temperature", "nan", "--top-p", "2"], "temperature must be .*; top_p must be"),
         ([sign, "--prompt", "a", "--max-tokens", "0"], "max_tokens must be a whole number of at least 1, got 0"),
         ([sign, "--prompt", "a", "--stop", ""], "stop must not be an empty text"),
+        ([sign, "--prompt", "a", "--stop", "\udcff"], "stop must be valid UTF-8"),
     ]
     for arguments, message in cases:
         with pytest.raises(UserError, match=message) as caught:
@@ -112,3 +115,14 @@ def test_what_is_wrong_is_one_line(grid, capsys, tmp_path):
             main([*map(str, arguments)])
         assert ended.value.code == 2
     assert capsys.readouterr().out == ""
+
+
+def test_any_encoding_of_standard_output_will_do(grid, tmp_path):
+    (tmp_path / "prompt").write_text("é 日 😀", encoding="utf-8")
+    command = (sys.executable, "-m", "models.generation", grid / "table", "--prompt-file", tmp_path / "prompt", "--max-tokens", "1")
+    text, lines = (
+        subprocess.run([*command, *more], capture_output=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, check=True).stdout
+        for more in ([], ["--json"])
+    )
+    assert text.startswith(b"\xe9 \\u65e5 \\U0001f600")
+    assert json.loads(lines.decode("ascii"))["prompt"] == "é 日 😀"

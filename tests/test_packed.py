@@ -112,6 +112,9 @@ def test_what_cannot_be_packed_is_refused(data_dir, run, packed, tmp_path):
         export(packed, out)
     with pytest.raises(UserError, match="packed: exists already"):
         export(find_checkpoint(run), packed.path)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="link: exists already"):
+        export(find_checkpoint(run), tmp_path / "link")
     train(data_dir, tmp_path / "float", train__steps=1)
     with pytest.raises(UserError, match="its body has float linear layers, .*--linear bitnet"):
         export(find_checkpoint(tmp_path / "float"), out)
@@ -132,6 +135,14 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="packed: cannot be saved .*No space"):
         export(find_checkpoint(run), tmp_path / "packed")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(run, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    (tmp_path / f".packed.{dead.pid}.tmp").mkdir()
+    export(find_checkpoint(run), tmp_path / "packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 
 def test_training_cannot_go_on_from_it(data_dir, run, packed, tmp_path):

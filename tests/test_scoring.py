@@ -57,7 +57,7 @@ def loglikelihood(scorer, pairs, batch_tokens=4096):
 
 def by_hand(scorer, before, after):
     """(log-likelihood, greedy) of the ids ``after`` behind ``before``, one token at a time from the full scores in fp64."""
-    ids, nats, greedy = list(before), 0.0, True
+    ids, nats, greedy = list(before)[-max(1, CONTEXT + 1 - len(after)) :], 0.0, True  # what fits beside ``after``
     for token in after:
         with torch.no_grad():
             scores = scorer._model.logits(torch.tensor([ids[-CONTEXT:]]))[0, -1].double()
@@ -73,7 +73,8 @@ def split(scorer, context, continuation):
     before = scorer.encode(context)
     if not before:
         return [scorer.prefix_id], scorer.encode(spaces + continuation)
-    return before, scorer.encode(context + spaces + continuation)[len(before) :]
+    start = [] if scorer.bos_id is None else [scorer.bos_id]
+    return [*start, *before], scorer.encode(context + spaces + continuation)[len(before) :]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 40, 100_000])

@@ -129,6 +129,10 @@ def test_wrong_arguments_are_refused_before_anything_runs(command, grid, tmp_pat
         (["--tasks", "sequences"], "name a run"),
         ([grid, "--tasks", "sequences", "--limit", "0"], "--limit must be at least 1"),
         ([grid, "--tasks", "sequences", "--json", tmp_path / "none" / "x.json"], "its folder does not exist"),
+        ([grid, "--tasks", "sequences", "--plot", tmp_path], "names a folder"),
+        ([grid, "--tasks", "sequences", "--plot", tmp_path / "scores.txt"], "scores.txt: expected a name that ends in .png"),
+        ([grid, "--tasks", "sequences,"], "--tasks: expected names with commas between them"),
+        ([grid, "--tasks", ""], "--tasks: expected names"),
         ([grid, "--tasks", "sequences", "--rows", "3"], "--rows"),
         ([grid, "--tasks", "sequences", "--data", "data/demo"], "--data"),
         ([grid, "--hf", "smollm2"], "needs --tasks"),
@@ -155,6 +159,13 @@ def test_the_absent_package_comes_with_the_line_that_installs_it(monkeypatch):
 def test_unknown_tasks_get_near_names(name, near):
     with pytest.raises(UsageError, match=near):
         load_tasks([name], offline=True, shots=None)
+
+
+def test_more_examples_than_there_are_questions_are_refused():
+    others = len(questions()) - 1
+    assert load_tasks(["sequences"], offline=True, shots=others)
+    with pytest.raises(UsageError, match=f"task sequences: has only {others} questions to show"):
+        load_tasks(["sequences"], offline=True, shots=others + 1)
 
 
 @PACKAGED

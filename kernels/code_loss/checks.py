@@ -65,6 +65,7 @@ def require_reduction(op: str, reduction: str, denominator: float | torch.Tensor
     if reduction != "mean":
         raise ValueError(f"{op}: denominator divides the mean only; got reduction={reduction!r}: use 'mean', or divide the result")
     if isinstance(denominator, torch.Tensor):
+        require_dtype(op, "denominator", denominator, (*FLOATS, torch.int64, torch.int32))
         require_shape(op, "denominator", denominator, ())
     else:
         require_number(op, "denominator", denominator, 0, above=True)

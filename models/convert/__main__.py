@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     from models.errors import UsageError
 
-    if arguments.out.exists():
+    if arguments.out.exists() or arguments.out.is_symlink():
         raise UsageError(f"{arguments.out}: exists; give a folder that does not")
     from models.convert.transformers_checkpoint import convert, locate
 

@@ -11,6 +11,7 @@ from torch import nn
 from models.arm import LanguageModel, ModelDescription
 from models.convert.transformers_models import describe_model, is_tied, model_weights
 from models.errors import UserError
+from models.files import recover
 from models.settings import DataSettings, RunSettings, TrainSettings
 from models.training.checkpoint import Snapshot, blank_model, write_checkpoint
 from models.vocab.packages import PACKAGED, need, packaged_gguf
@@ -44,17 +45,29 @@ def locate(name: str) -> Source:
 
 
 def load_transformers(source: Source) -> nn.Module:
-    """The model in fp32 on the CPU, in evaluation mode, from local files only. Raises UserError when transformers refuses it."""
+    """The model in fp32 on the CPU, in evaluation mode, from local files only.
+
+    Raises UserError when transformers refuses it, and when its weights are not those of its configuration: transformers only warns
+    of weights that are missing, and fills in random ones.
+    """
     transformers = need("transformers", "a model of transformers")
     if source.gguf:
         need("gguf", "reading GGUF")
         need("accelerate", "loading a GGUF file")
+    path = source.folder / (source.gguf or "")
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            source.folder, gguf_file=source.gguf, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        ).eval()
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise UserError(f"{source.folder / (source.gguf or '')}: transformers cannot load it ({error})") from error
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            source.folder, gguf_file=source.gguf, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
+            output_loading_info=True,
+        )  # fmt: skip
+    except MemoryError:
+        raise
+    except Exception as error:  # its checks of settings and files raise of many kinds
+        raise UserError(f"{path}: transformers cannot load it ({' '.join(str(error).split())})") from error
+    for what in ("missing", "unexpected"):
+        if names := sorted(found[f"{what}_keys"]):
+            raise UserError(f"{path}: its weights are not those of its config.json: {len(names)} {what}, such as {names[0]}")
+    return model.eval()
 
 
 def from_transformers(hf: nn.Module) -> LanguageModel:
@@ -107,6 +120,7 @@ def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
     """Write ``model`` and its tokenizer as the checkpoint ``out``, without an optimizer."""
     state = {"step": 0, "tokens": 0, "data": "", "tokenizer": tokenizer.fingerprint, "codes": None}
     state["start_id"] = tokenizer.added_start()  # such models are trained, and asked, with what their tokenizer adds
+    recover(out)  # what a killed process left of it
     with tempfile.TemporaryDirectory() as scratch:
         saved = tokenizer.save(Path(scratch) / "tokenizer.json")
         write_checkpoint(out, Snapshot(model, None, state, asdict(settings_of(model.description)), saved))

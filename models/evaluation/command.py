@@ -35,6 +35,7 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
     refuse(arguments, TASKS_ONLY, "needs --tasks")
     if not arguments.paths:
         raise UsageError("name a run or a checkpoint")
+    require_writable(arguments, ("json",))
     device = choose_device(arguments.device)
     found = [checkpoint for path in arguments.paths for checkpoint in expand(Path(path))]
     arms = [arm_to_score(checkpoint, arguments.impl) for _, checkpoint in found]
@@ -57,6 +58,19 @@ def refuse(arguments: argparse.Namespace, flags: dict[str, Any], reason: str) ->
     for name, default in flags.items():
         if getattr(arguments, name) != default:
             raise UsageError(f"--{name.replace('_', '-')} {reason}")
+
+
+def require_writable(arguments: argparse.Namespace, flags: tuple[str, ...]) -> None:
+    """Raise UsageError when what one of ``flags`` names cannot be written as a file: before hours are spent, not after."""
+    for name in flags:
+        value = getattr(arguments, name)
+        if value is None:
+            continue
+        path = Path(value)
+        if not path.resolve().parent.is_dir():
+            raise UsageError(f"--{name} {value}: its folder does not exist")
+        if path.is_dir():
+            raise UsageError(f"--{name} {value}: names a folder; give a file in it")
 
 
 def expand(path: Path) -> list[tuple[str, Checkpoint]]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+FORMATS = (".png", ".pdf", ".svg")
 MOST_TASKS = 24  # in one panel; more would not be readable
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from models.errors import UsageError, UserError
-from models.evaluation.command import arm_to_score, expand, refuse
+from models.evaluation.command import arm_to_score, expand, refuse, require_writable
 from models.evaluation.scoring import Scorer
+from models.evaluation.task_chart import FORMATS
 from models.evaluation.tasks import FEWSHOT_SEED, INSTALL, Asked, load_tasks
 from models.files import write_json
 from models.ops import check_impl
@@ -35,7 +36,7 @@ def run_tasks(arguments: argparse.Namespace) -> int:
     _need_harness()
     device = choose_device(arguments.device)
     subjects = list(_subjects(arguments, device))
-    asked = load_tasks([name.strip() for name in arguments.tasks.split(",")], arguments.offline, arguments.shots)
+    asked = load_tasks(task_names(arguments.tasks), arguments.offline, arguments.shots)
     batch_tokens = arguments.batch_tokens or BATCH_TOKENS.get(device.type, GPU_BATCH_TOKENS)
     report = Report(arguments, {"device": str(device), "batch_tokens": batch_tokens})
     try:
@@ -155,10 +156,15 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < smallest:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {smallest}, got {value}")
-    for name in ("json", "plot", "questions"):
-        path = getattr(arguments, name)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"--{name} {path}: its folder does not exist")
+    require_writable(arguments, ("json", "plot", "questions"))
+    if arguments.plot and Path(arguments.plot).suffix not in FORMATS:
+        raise UsageError(f"--plot {arguments.plot}: expected a name that ends in {', '.join(FORMATS)}")
+    if not all(task_names(arguments.tasks)):
+        raise UsageError(f"--tasks: expected names with commas between them, such as piqa,arc_easy; got {arguments.tasks!r}")
+
+
+def task_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _need_harness() -> None:

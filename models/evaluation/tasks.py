@@ -85,5 +85,9 @@ def _set_shots(task: Any, shots: int | None, offline: bool) -> None:
         raise UsageError(f"task {name}: is defined without examples; leave out --shots")
     if shots and offline and not task.has_training_docs() and task.fewshot_cfg.split is None:
         raise UsageError(f"task {name}: the package has no training questions of it to show as examples; leave out --shots")
+    if shots:
+        others = len(task.fewshot_docs()) - (task.fewshot_cfg.split == task.config.test_split)  # less the question itself
+        if shots > others:
+            raise UsageError(f"task {name}: has only {others} questions to show as examples, and --shots asks for {shots}")
     task.set_config("num_fewshot", shots if shots is not None else own or 0)
     task.set_fewshot_seed(FEWSHOT_SEED)

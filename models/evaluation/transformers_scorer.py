@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.convert.transformers_checkpoint import Source
+from models.convert.transformers_checkpoint import load_transformers as load_model
 from models.errors import UserError
 from models.evaluation.scoring import Ids
 from models.files import sha256
@@ -115,9 +117,9 @@ def load_transformers(spec: str, device: torch.device) -> TransformersScorer:
         folder, options["gguf_file"] = path.parent, path.name
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise UserError(f"{path}: transformers cannot load it ({' '.join(str(error).split())})") from error
+    except Exception as error:  # its checks of settings and files raise of many kinds
+        raise UserError(f"{path}: transformers cannot load its tokenizer ({' '.join(str(error).split())})") from error
+    model = load_model(Source(folder, options.get("gguf_file"), spec))
     files = [path] if path.is_file() else sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
     return TransformersScorer(spec, model, tokenizer, device, {file.name: sha256(file) for file in files})
 

@@ -70,12 +70,12 @@ class JsonOutput:
     """One JSON object a line, in the order in which continuations end."""
 
     def __init__(self, prompts: Sequence[str], samples: int, out: TextIO) -> None:
-        self.out = out
+        self.out, self.ascii = out, not (out.encoding or "").lower().startswith("utf")
         self.open = {(i, sample): Completion(prompt, sample) for i, prompt in enumerate(prompts) for sample in range(samples)}
 
     def add(self, piece: Piece) -> None:
         completion = self.open[piece.prompt, piece.sample]
         add_piece(completion, piece)
         if piece.reason:
-            self.out.write(json.dumps(vars(completion), ensure_ascii=False) + "\n")
+            self.out.write(json.dumps(vars(completion), ensure_ascii=self.ascii) + "\n")
             self.out.flush()

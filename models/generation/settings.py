@@ -51,12 +51,18 @@ class GenerationSettings:
             found.append(f"seed must be a 64-bit integer, got {self.seed!r}")
         if not all(self.stop):
             found.append("stop must not be an empty text")
+        found += [f"stop must be valid UTF-8, got {text!r}" for text in self.stop if not _is_utf8(text)]
         return found
 
     def sampling(self, vocab_size: int) -> dict[str, Any]:
         """What ``Head.sample`` takes besides positions."""
         top_k = None if self.top_k is None else min(self.top_k, vocab_size)
         return {"seed": self.seed, "temperature": self.temperature, "top_k": top_k, "top_p": self.top_p, "min_p": self.min_p}
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether ``text`` has no lone surrogate, which is what a byte of a command line that is not UTF-8 becomes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _whole(value: object, least: int) -> bool:

@@ -54,7 +54,7 @@ def export(checkpoint: "Checkpoint", out: Path) -> list[dict]:
     Raises UserError when the checkpoint has no packed form, or ``out`` exists or cannot be written.
     """
     from models.errors import UserError
-    from models.files import sha256
+    from models.files import recover, sha256
     from models.training.checkpoint import Snapshot, write_checkpoint
 
     body = checkpoint.description.body
@@ -65,8 +65,9 @@ def export(checkpoint: "Checkpoint", out: Path) -> list[dict]:
             f"{checkpoint.path}: its body has {body.linear} linear layers, and only ternary weights can be packed: train the arm "
             "with --linear bitnet"
         )
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise UserError(f"{out}: exists already; give another folder")
+    recover(out)  # what a killed process left of it
     state = checkpoint.state | {"packed_from": sha256(checkpoint.path / "model.safetensors")}
     trained = checkpoint.load_model()
     packed = pack_model(trained)
