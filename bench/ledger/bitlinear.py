@@ -142,7 +142,7 @@ CASES = [
     *(product(layer, 0.6, waits) for layer, waits in zip(LAYERS, (0.34, 0.41, 0.43, 0.47), strict=True)),
     few("270M up", 1, 640, 2048, None),
     few("1.7B up", 1, 2048, 8192, None),
-    few("2B", 1, 3200, 20480, 0.7, waits_share=0.34),
+    few("2B", 1, 3200, 20480, 0.7, waits_share=0.55),
     few("2B", 8, 3200, 20480, None),
     grad_x("270M up", "bf16"),
     grad_x("1.7B up", "bf16"),

@@ -117,7 +117,8 @@ def _product_row(
     launch(
         fused_products.int8_ternary_row, (triton.cdiv(outputs, tile["OUTPUTS"]),), q.view(torch.int32),
         packed.view(torch.int32) if as_words else packed, step, sums, scale, bias, y, outputs, words, width, q.shape[1] // 16,
-        _stride(scale), _stride(bias), BIAS=bias is not None, WORDS=as_words, PTX=_ptx(target), **tile,
+        _stride(scale), _stride(bias), BIAS=bias is not None, WORDS=as_words,
+        ALIGN=4 if words % 4 == 0 else 1, PTX=_ptx(target), **tile,
     )  # fmt: skip
 
 

@@ -93,10 +93,10 @@ def dot4(a, b, acc, PTX: tl.constexpr):
     """acc + the dot product of the four signed bytes of a and b (int32)."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
         )
     for i in tl.static_range(4):
-        acc += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+        acc += ((a >> (8 * i)) & 0xFF) * ((b << (24 - 8 * i)) >> 24)
     return acc
 
 
@@ -115,23 +115,32 @@ def load_words(packed, row, word, words, width, inside, WORDS: tl.constexpr):
 @triton.jit
 def int8_ternary_row(
     q, packed, step, sums, scale, bias, y, outputs, words, width, quarter_words, scale_stride, bias_stride,
-    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4)."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
     place = tl.arange(0, BLOCK)
+    row_sum, row_step = tl.load(sums), tl.load(step)
+    output_scale = tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
+    if BIAS:
+        added = tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)
     acc = tl.zeros((OUTPUTS, BLOCK), tl.int32)
-    for start in range(0, words, BLOCK):
+    high = acc
+    words, quarter_words = words // ALIGN * ALIGN, quarter_words // 4 * 4  # what they are; it tells the compiler how they divide
+    for start in tl.range(0, words, BLOCK, num_stages=AHEAD):
         word = start + place
         code = load_words(packed, row, word[None, :], words, width, (word < words)[None, :], WORDS)
-        for s in tl.static_range(4):
+        for s in tl.static_range(0, 4, 2):
             a = tl.load(q + s * quarter_words + word, mask=word < words, other=0)
-            acc = dot4((code >> (2 * s)) & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
-    out = (tl.sum(acc, 1) - tl.load(sums)).to(tl.float32) * tl.load(step)
-    out *= tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
+            acc = dot4(code & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
+            a = tl.load(q + (s + 1) * quarter_words + word, mask=word < words, other=0)
+            high = dot4(code & 0x0C0C0C0C, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), high, PTX)
+            code = code >> 4
+    out = (tl.sum(acc + (high >> 2), 1) - row_sum).to(tl.float32) * row_step * output_scale
     if BIAS:
-        out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)
+        out += added
     tl.store(y + output, out.to(y.dtype.element_ty), mask=output < outputs)
 
 

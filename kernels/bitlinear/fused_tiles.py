@@ -89,11 +89,13 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
 
 
 def product_row(target: str, outputs: int) -> Tile:
-    """``int8_ternary_row``: 16 rows of the weight to a warp, so that it reads the activations once for all of them."""
+    """``int8_ternary_row``: OUTPUTS rows of the weight by BLOCK words a step, the loads of AHEAD - 1 steps on their way meanwhile."""
     if target == INTERPRETER:
-        return {"OUTPUTS": 256, "BLOCK": 256, "num_warps": 1, "num_stages": 1}
-    warps = 4 if outputs >= 8192 else 1
-    return {"OUTPUTS": 16 * warps, "BLOCK": 32, "num_warps": warps, "num_stages": 1}
+        return {"OUTPUTS": 256, "BLOCK": 256, "AHEAD": 1, "num_warps": 1}
+    if target.startswith("gfx"):
+        warps = 4 if outputs >= 8192 else 1
+        return {"OUTPUTS": 16 * warps, "BLOCK": 32, "AHEAD": 1, "num_warps": warps}
+    return {"OUTPUTS": 16, "BLOCK": 32, "AHEAD": 3, "num_warps": 2}
 
 
 def activation_gradient(target: str, parts: int, quarter: int) -> Tile:
