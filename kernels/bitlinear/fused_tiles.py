@@ -62,8 +62,8 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
     """``int8_ternary``: ROWS of x by PIECES * PIECE rows of the weight, BYTES packed bytes (four times as many columns) a step.
 
     Packed weights cost little to read, so tiles are longer along them; 320 divides the width of the 270M body. A warp group waits
-    for each product of a slice before the next, so a slice should hold several matrix instructions: a long PIECE, many BYTES. When
-    the loop is short, two smaller programs to a processor cover each other's beginning and end.
+    for each product of a slice before the next, so a slice should hold several matrix instructions: a long PIECE, many BYTES; and
+    two programs to a processor cover each other's waits, which is worth more than the bytes that one with a larger tile saves.
     """
     if target == INTERPRETER:
         return {"ROWS": 32, "PIECE": 32, "PIECES": 2, "BYTES": 128, "num_warps": 1, "num_stages": 1}
@@ -83,9 +83,7 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
     depth = {"BYTES": 64 if quarter % 64 == 0 else 32, "num_stages": 3}
     if outputs % 256 and outputs % 320 == 0:
         return {"ROWS": 64, "PIECE": 64, "PIECES": 5, "num_warps": 4, **depth}
-    if quarter < 512:
-        return {"ROWS": 64, "PIECE": 256, "PIECES": 1, "num_warps": 4, **depth}
-    return {"ROWS": 128, "PIECE": 256, "PIECES": 1, "num_warps": 8, **depth}
+    return {"ROWS": 64, "PIECE": 256, "PIECES": 1, "num_warps": 4, **depth}
 
 
 def product_row(target: str, outputs: int) -> Tile:
