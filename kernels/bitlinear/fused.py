@@ -151,7 +151,8 @@ def _activation_gradient(grad: torch.Tensor, packed: torch.Tensor, scale: torch.
     grid = (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(quarter, tile["BYTES"]),)
     launch(
         fused_products.activation_gradient, grid, grad, packed, scale, dy, rows, outputs, width, quarter, *grad.stride(),
-        _stride(scale), SPLIT=split, PARTS=parts, PTX=_ptx(target), WIDE=target == INTERPRETER, **tile,
+        _stride(scale), SPLIT=split, PARTS=parts, PTX=_ptx(target), WIDE=target == INTERPRETER, WGMMA=target == "sm_90",
+        **tile,
     )  # fmt: skip
     return dy
 

@@ -5,6 +5,13 @@ taken in four slices: slice s multiplies column 4j + s of every j, whose codes a
 activations lie side by side in quarter order (``fused_rows.py``). Four codes are cut out with two instructions of inline PTX where
 PTX is true; elsewhere (AMD, Triton's interpreter) the same is written in plain Triton.
 
+On sm_90 the ledger's waits set the limits. Triton waits for every product whose left operand is in registers, and for all warps
+before it issues the next loads; so two programs to a processor that cover each other beat one with twice the tile. Tried in the
+integer product and dropped: one product of the four slices joined per trip (one wait, but both warp groups unpack at once: 327 us
+where four take 305), 16 warps, 2 or 4 stages, longer or shorter BYTES, sums taken off after the loop, steps and scales loaded ahead
+(the time outside the loop is bytes: the first two stages and the tile of y). In the gradient of the activations the four slices
+joined along the columns go through shared memory; in the weight gradient smaller tiles to two programs move too many bytes.
+
 ``WIDE`` gives ``tl.dot`` fp32 operands, because Triton's interpreter computes nonsense from bf16 ones.
 """
 
@@ -145,10 +152,18 @@ def int8_ternary_row(
 
 
 @triton.jit
+def used(acc):
+    """The fp32 sums, used at the price of no instruction. At the end of a loop with several products whose left operand is in
+    registers: else the last is still running when the next round overwrites its operand, and ptxas (12.8) then waits after every
+    single matrix instruction."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def activation_gradient(
     grad, packed, scale, dy, rows, outputs, width, quarter, g_row, g_column, scale_stride,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
-    PTX: tl.constexpr, WIDE: tl.constexpr,
+    PTX: tl.constexpr, WIDE: tl.constexpr, WGMMA: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of dy^T = t^T (dY scale)^T in fp32 and quarter order, [4, BYTES, ROWS]; the weights stay in registers.
 
@@ -178,6 +193,8 @@ def activation_gradient(
             a2, a3 = tl.dot(t2, part, a2, input_precision="ieee"), tl.dot(t3, part, a3, input_precision="ieee")
             if PARTS > 1:
                 given = given - part.to(tl.float32)
+        if WGMMA:
+            a0, a1, a2, a3 = used(a0), used(a1), used(a2), used(a3)
     if not SPLIT:
         unit = tl.load(scale)
         a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit

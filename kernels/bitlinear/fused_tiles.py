@@ -87,7 +87,7 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
 
 
 def product_row(target: str, outputs: int) -> Tile:
-    """``int8_ternary_row``: OUTPUTS rows of the weight by BLOCK words a step, the loads of AHEAD - 1 steps on their way meanwhile."""
+    """``int8_ternary_row``: OUTPUTS rows of the weight by BLOCK words a step, while the next AHEAD - 1 steps are loaded."""
     if target == INTERPRETER:
         return {"OUTPUTS": 256, "BLOCK": 256, "AHEAD": 1, "num_warps": 1}
     if target.startswith("gfx"):
@@ -97,12 +97,15 @@ def product_row(target: str, outputs: int) -> Tile:
 
 
 def activation_gradient(target: str, parts: int, quarter: int) -> Tile:
-    """Parts need registers; few tiles are cut smaller to fill the last wave."""
+    """Parts need registers. On sm_90 two programs to a processor cover each other's waits, and many OUTPUTS make each wait longer
+    and rarer; on sm_100 few tiles are cut smaller to fill the last wave."""
     if target == INTERPRETER:
         return {"ROWS": 128, "OUTPUTS": 64, "BYTES": 128, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": 64, "OUTPUTS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
-    if target not in ("sm_90", "sm_100"):
+    if target == "sm_90":
+        return {"ROWS": 64, "OUTPUTS": 128 if parts == 1 else 64, "BYTES": 64, "num_warps": 4, "num_stages": 3}
+    if target != "sm_100":
         return {"ROWS": 128, "OUTPUTS": 32, "BYTES": 64 if parts == 1 else 32, "num_warps": 8, "num_stages": 3}
     rows = 64 if parts > 1 or quarter < 256 else 128
     return {"ROWS": rows, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 64, "num_warps": rows // 16, "num_stages": 3}
