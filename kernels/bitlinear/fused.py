@@ -113,7 +113,7 @@ def _product_row(
     outputs, width, target = y.shape[1], packed.shape[1], target_of(q)
     words = triton.cdiv(width, 4)
     as_words = width % 4 == 0 and packed.storage_offset() % 4 == 0
-    tile = fused_tiles.product_row(target, outputs)
+    tile = fused_tiles.product_row(target)
     launch(
         fused_products.int8_ternary_row, (triton.cdiv(outputs, tile["OUTPUTS"]),), q.view(torch.int32),
         packed.view(torch.int32) if as_words else packed, step, sums, scale, bias, y, outputs, words, width, q.shape[1] // 16,

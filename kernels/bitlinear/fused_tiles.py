@@ -86,13 +86,12 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
     return {"ROWS": 64, "PIECE": 256, "PIECES": 1, "num_warps": 4, **depth}
 
 
-def product_row(target: str, outputs: int) -> Tile:
+def product_row(target: str) -> Tile:
     """``int8_ternary_row``: OUTPUTS rows of the weight by BLOCK words a step, while the next AHEAD - 1 steps are loaded."""
     if target == INTERPRETER:
         return {"OUTPUTS": 256, "BLOCK": 256, "AHEAD": 1, "num_warps": 1}
     if target.startswith("gfx"):
-        warps = 4 if outputs >= 8192 else 1
-        return {"OUTPUTS": 16 * warps, "BLOCK": 32, "AHEAD": 1, "num_warps": warps}
+        return {"OUTPUTS": 16, "BLOCK": 32, "AHEAD": 1, "num_warps": 1}
     return {"OUTPUTS": 16, "BLOCK": 32, "AHEAD": 3, "num_warps": 2}
 
 
