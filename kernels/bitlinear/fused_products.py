@@ -97,7 +97,7 @@ def int8_ternary(
 
 @triton.jit
 def dot4(a, b, acc, PTX: tl.constexpr):
-    """acc + the dot product of the four signed bytes of a and b (int32)."""
+    """acc + the dot product of the four bytes of a, unsigned, and of b, signed (int32)."""
     if PTX:
         return tl.inline_asm_elementwise(
             "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
@@ -125,7 +125,10 @@ def int8_ternary_row(
     BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4)."""
+    """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4), a multiple of ALIGN.
+
+    Odd slices are multiplied where they lie, two bits up, in sums of their own (``high``), four times too large: fewer shifts.
+    """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
     place = tl.arange(0, BLOCK)
