@@ -91,7 +91,7 @@ def few(name: str, m: int, k: int, n: int, share: float | None, waits_share: flo
     )  # fmt: skip
 
 
-def grad_x(layer: str, dtype: str, per_row: bool = False, gains: bool = False) -> Case:
+def grad_x(layer: str, dtype: str, per_row: bool = False, gains: bool = False, waits_share: float | None = None) -> Case:
     (k, n), size = LAYERS[layer], DTYPES[dtype].itemsize
 
     def run() -> None:
@@ -103,7 +103,7 @@ def grad_x(layer: str, dtype: str, per_row: bool = False, gains: bool = False) -
         fused.grad_x(grad, q, step, step, bits, scale, x, gain, True, k, DTYPES[dtype])
 
     name = "gradient of x" + (", row scales" if per_row else "") + (", gains" if gains else "")
-    return gradient(name, layer, dtype, run, TOKENS * (n * size + k + k * size) + n * k / 4)
+    return gradient(name, layer, dtype, run, TOKENS * (n * size + k + k * size) + n * k / 4, waits_share)
 
 
 def grad_weight(layer: str, dtype: str) -> Case:
@@ -115,12 +115,17 @@ def grad_weight(layer: str, dtype: str) -> Case:
     return gradient("gradient of the weight", layer, dtype, run, TOKENS * (n * size + k) + 4 * n * k)
 
 
-def gradient(name: str, layer: str, dtype: str, run: Callable[[], None], moved: float) -> Case:
+def gradient(
+    name: str, layer: str, dtype: str, run: Callable[[], None], moved: float, waits_share: float | None = None
+) -> Case:  # fmt: skip
     k, n = LAYERS[layer]
     flops = 2.0 * TOKENS * k * n
     linear = (Pass("matmul", moved, flops, "bf16" if dtype == "bf16" else "tf32"),)
     bound = Bound(moved, flops, "bf16" if dtype == "bf16" else "tf32")
-    return Case(f"{name} {layer}", BACKWARD, dtype, shape_of(TOKENS, k, n), run, bound, matrix=True, baselines={"linear": linear})
+    return Case(
+        f"{name} {layer}", BACKWARD, dtype, shape_of(TOKENS, k, n), run, bound, matrix=True,
+        waits_shares={"sm_90": waits_share} if waits_share else {}, baselines={"linear": linear},
+    )  # fmt: skip
 
 
 def grad_bias(layer: str) -> Case:
@@ -139,13 +144,13 @@ CASES = [
     pack("270M up", "fp32"),
     pack("270M up", "bf16", per_row=True),
     pack("1.7B up", "fp32"),
-    *(product(layer, 0.6, waits) for layer, waits in zip(LAYERS, (0.34, 0.41, 0.43, 0.47), strict=True)),
+    *(product(layer, 0.6, waits) for layer, waits in zip(LAYERS, (0.35, 0.42, 0.48, 0.58), strict=True)),
     few("270M up", 1, 640, 2048, None),
-    few("1.7B up", 1, 2048, 8192, None),
-    few("2B", 1, 3200, 20480, 0.7, waits_share=0.34),
+    few("1.7B up", 1, 2048, 8192, None, waits_share=0.25),
+    few("2B", 1, 3200, 20480, 0.7, waits_share=0.55),
     few("2B", 8, 3200, 20480, None),
     grad_x("270M up", "bf16"),
-    grad_x("1.7B up", "bf16"),
+    grad_x("1.7B up", "bf16", waits_share=0.46),
     grad_x("270M up", "fp32"),
     grad_x("270M up", "bf16", per_row=True, gains=True),
     grad_weight("270M up", "bf16"),
@@ -192,11 +197,12 @@ def tiles_product(launch: Launch, case: Case) -> Work:
 
 
 def row_product(launch: Launch, case: Case) -> Work:
+    """The loads of AHEAD - 1 steps are on their way at once."""
     a = launch.arguments
     read, trips = nbytes(launch, "packed"), ceil(a["words"], a["BLOCK"])
     return Work(
         read + nbytes(launch, "q"), nbytes(launch, "y"), read + launch.grid[0] * nbytes(launch, "q"), iterations=trips,
-        chain=Chain(hbm=trips),
+        chain=Chain(hbm=ceil(trips, max(a["AHEAD"] - 1, 1))),
     )  # fmt: skip
 
 

@@ -113,11 +113,12 @@ def _product_row(
     outputs, width, target = y.shape[1], packed.shape[1], target_of(q)
     words = triton.cdiv(width, 4)
     as_words = width % 4 == 0 and packed.storage_offset() % 4 == 0
-    tile = fused_tiles.product_row(target, outputs)
+    tile = fused_tiles.product_row(target)
     launch(
         fused_products.int8_ternary_row, (triton.cdiv(outputs, tile["OUTPUTS"]),), q.view(torch.int32),
         packed.view(torch.int32) if as_words else packed, step, sums, scale, bias, y, outputs, words, width, q.shape[1] // 16,
-        _stride(scale), _stride(bias), BIAS=bias is not None, WORDS=as_words, PTX=_ptx(target), **tile,
+        _stride(scale), _stride(bias), BIAS=bias is not None, WORDS=as_words,
+        ALIGN=4 if words % 4 == 0 else 1, PTX=_ptx(target), **tile,
     )  # fmt: skip
 
 
@@ -150,7 +151,8 @@ def _activation_gradient(grad: torch.Tensor, packed: torch.Tensor, scale: torch.
     grid = (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(quarter, tile["BYTES"]),)
     launch(
         fused_products.activation_gradient, grid, grad, packed, scale, dy, rows, outputs, width, quarter, *grad.stride(),
-        _stride(scale), SPLIT=split, PARTS=parts, PTX=_ptx(target), WIDE=target == INTERPRETER, **tile,
+        _stride(scale), SPLIT=split, PARTS=parts, PTX=_ptx(target), WIDE=target == INTERPRETER, WGMMA=target == "sm_90",
+        **tile,
     )  # fmt: skip
     return dy
 

@@ -5,6 +5,13 @@ taken in four slices: slice s multiplies column 4j + s of every j, whose codes a
 activations lie side by side in quarter order (``fused_rows.py``). Four codes are cut out with two instructions of inline PTX where
 PTX is true; elsewhere (AMD, Triton's interpreter) the same is written in plain Triton.
 
+On sm_90 the ledger's waits set the limits. Triton waits for every product whose left operand is in registers, and for all warps
+before it issues the next loads; so two programs to a processor that cover each other beat one with twice the tile. Tried in the
+integer product and dropped: one product of the four slices joined per trip (one wait, but both warp groups unpack at once: 327 us
+where four take 305), 16 warps, 2 or 4 stages, longer or shorter BYTES, sums taken off after the loop, steps and scales loaded ahead
+(the time outside the loop is bytes: the first two stages and the tile of y). In the gradient of the activations the four slices
+joined along the columns go through shared memory; in the weight gradient smaller tiles to two programs move too many bytes.
+
 ``WIDE`` gives ``tl.dot`` fp32 operands, because Triton's interpreter computes nonsense from bf16 ones.
 """
 
@@ -90,13 +97,13 @@ def int8_ternary(
 
 @triton.jit
 def dot4(a, b, acc, PTX: tl.constexpr):
-    """acc + the dot product of the four signed bytes of a and b (int32)."""
+    """acc + the dot product of the four bytes of a, unsigned, and of b, signed (int32)."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
         )
     for i in tl.static_range(4):
-        acc += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+        acc += ((a >> (8 * i)) & 0xFF) * ((b << (24 - 8 * i)) >> 24)
     return acc
 
 
@@ -115,31 +122,51 @@ def load_words(packed, row, word, words, width, inside, WORDS: tl.constexpr):
 @triton.jit
 def int8_ternary_row(
     q, packed, step, sums, scale, bias, y, outputs, words, width, quarter_words, scale_stride, bias_stride,
-    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4)."""
+    """One program: OUTPUTS columns of y for a single row of q (int32 words); ``words`` = ceil(width / 4), a multiple of ALIGN.
+
+    Odd slices are multiplied where they lie, two bits up, in sums of their own (``high``), four times too large: fewer shifts.
+    """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
     place = tl.arange(0, BLOCK)
+    row_sum, row_step = tl.load(sums), tl.load(step)
+    output_scale = tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
+    if BIAS:
+        added = tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)
     acc = tl.zeros((OUTPUTS, BLOCK), tl.int32)
-    for start in range(0, words, BLOCK):
+    high = acc
+    words, quarter_words = words // ALIGN * ALIGN, quarter_words // 4 * 4  # what they are; it tells the compiler how they divide
+    for start in tl.range(0, words, BLOCK, num_stages=AHEAD):
         word = start + place
         code = load_words(packed, row, word[None, :], words, width, (word < words)[None, :], WORDS)
-        for s in tl.static_range(4):
+        for s in tl.static_range(0, 4, 2):
             a = tl.load(q + s * quarter_words + word, mask=word < words, other=0)
-            acc = dot4((code >> (2 * s)) & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
-    out = (tl.sum(acc, 1) - tl.load(sums)).to(tl.float32) * tl.load(step)
-    out *= tl.load(scale + output * scale_stride, mask=output < outputs, other=0)
+            acc = dot4(code & 0x03030303, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), acc, PTX)
+            a = tl.load(q + (s + 1) * quarter_words + word, mask=word < words, other=0)
+            high = dot4(code & 0x0C0C0C0C, tl.broadcast_to(a[None, :], (OUTPUTS, BLOCK)), high, PTX)
+            code = code >> 4
+    out = (tl.sum(acc + (high >> 2), 1) - row_sum).to(tl.float32) * row_step * output_scale
     if BIAS:
-        out += tl.load(bias + output * bias_stride, mask=output < outputs, other=0).to(tl.float32)
+        out += added
     tl.store(y + output, out.to(y.dtype.element_ty), mask=output < outputs)
+
+
+@triton.jit
+def used(acc):
+    """The fp32 sums, used at the price of no instruction. At the end of a loop with several products whose left operand is in
+    registers: else the last is still running when the next round overwrites its operand, and ptxas (12.8) then waits after every
+    single matrix instruction."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def activation_gradient(
     grad, packed, scale, dy, rows, outputs, width, quarter, g_row, g_column, scale_stride,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
-    PTX: tl.constexpr, WIDE: tl.constexpr,
+    PTX: tl.constexpr, WIDE: tl.constexpr, WGMMA: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of dy^T = t^T (dY scale)^T in fp32 and quarter order, [4, BYTES, ROWS]; the weights stay in registers.
 
@@ -169,6 +196,8 @@ def activation_gradient(
             a2, a3 = tl.dot(t2, part, a2, input_precision="ieee"), tl.dot(t3, part, a3, input_precision="ieee")
             if PARTS > 1:
                 given = given - part.to(tl.float32)
+        if WGMMA:
+            a0, a1, a2, a3 = used(a0), used(a1), used(a2), used(a3)
     if not SPLIT:
         unit = tl.load(scale)
         a0, a1, a2, a3 = a0 * unit, a1 * unit, a2 * unit, a3 * unit

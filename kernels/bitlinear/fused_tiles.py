@@ -62,8 +62,8 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
     """``int8_ternary``: ROWS of x by PIECES * PIECE rows of the weight, BYTES packed bytes (four times as many columns) a step.
 
     Packed weights cost little to read, so tiles are longer along them; 320 divides the width of the 270M body. A warp group waits
-    for each product of a slice before the next, so a slice should hold several matrix instructions: a long PIECE, many BYTES. When
-    the loop is short, two smaller programs to a processor cover each other's beginning and end.
+    for each product of a slice before the next, so a slice should hold several matrix instructions: a long PIECE, many BYTES; and
+    two programs to a processor cover each other's waits, which is worth more than the bytes that one with a larger tile saves.
     """
     if target == INTERPRETER:
         return {"ROWS": 32, "PIECE": 32, "PIECES": 2, "BYTES": 128, "num_warps": 1, "num_stages": 1}
@@ -83,26 +83,28 @@ def product(target: str, rows: int, outputs: int, quarter: int) -> Tile:
     depth = {"BYTES": 64 if quarter % 64 == 0 else 32, "num_stages": 3}
     if outputs % 256 and outputs % 320 == 0:
         return {"ROWS": 64, "PIECE": 64, "PIECES": 5, "num_warps": 4, **depth}
-    if quarter < 512:
-        return {"ROWS": 64, "PIECE": 256, "PIECES": 1, "num_warps": 4, **depth}
-    return {"ROWS": 128, "PIECE": 256, "PIECES": 1, "num_warps": 8, **depth}
+    return {"ROWS": 64, "PIECE": 256, "PIECES": 1, "num_warps": 4, **depth}
 
 
-def product_row(target: str, outputs: int) -> Tile:
-    """``int8_ternary_row``: 16 rows of the weight to a warp, so that it reads the activations once for all of them."""
+def product_row(target: str) -> Tile:
+    """``int8_ternary_row``: OUTPUTS rows of the weight by BLOCK words a step, while the next AHEAD - 1 steps are loaded."""
     if target == INTERPRETER:
-        return {"OUTPUTS": 256, "BLOCK": 256, "num_warps": 1, "num_stages": 1}
-    warps = 4 if outputs >= 8192 else 1
-    return {"OUTPUTS": 16 * warps, "BLOCK": 32, "num_warps": warps, "num_stages": 1}
+        return {"OUTPUTS": 256, "BLOCK": 256, "AHEAD": 1, "num_warps": 1}
+    if target.startswith("gfx"):
+        return {"OUTPUTS": 16, "BLOCK": 32, "AHEAD": 1, "num_warps": 1}
+    return {"OUTPUTS": 16, "BLOCK": 32, "AHEAD": 3, "num_warps": 2}
 
 
 def activation_gradient(target: str, parts: int, quarter: int) -> Tile:
-    """Parts need registers; few tiles are cut smaller to fill the last wave."""
+    """Parts need registers. On sm_90 two programs to a processor cover each other's waits, and many OUTPUTS make each wait longer
+    and rarer; on sm_100 few tiles are cut smaller to fill the last wave."""
     if target == INTERPRETER:
         return {"ROWS": 128, "OUTPUTS": 64, "BYTES": 128, "num_warps": 1, "num_stages": 1}
     if target.startswith("gfx"):
         return {"ROWS": 64, "OUTPUTS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
-    if target not in ("sm_90", "sm_100"):
+    if target == "sm_90":
+        return {"ROWS": 64, "OUTPUTS": 128 if parts == 1 else 64, "BYTES": 64, "num_warps": 4, "num_stages": 3}
+    if target != "sm_100":
         return {"ROWS": 128, "OUTPUTS": 32, "BYTES": 64 if parts == 1 else 32, "num_warps": 8, "num_stages": 3}
     rows = 64 if parts > 1 or quarter < 256 else 128
     return {"ROWS": rows, "OUTPUTS": 64 if parts == 1 else 32, "BYTES": 64, "num_warps": rows // 16, "num_stages": 3}
