@@ -88,6 +88,8 @@ def arm_to_score(checkpoint: Checkpoint, impl: str | None) -> ArmSettings:
 def score(checkpoint: Checkpoint, arm: ArmSettings, device: torch.device, arguments: argparse.Namespace) -> Score:
     """Score one checkpoint on the chosen split."""
     settings = checkpoint.settings
+    if not (arguments.data or settings.data.dir):
+        raise UsageError(f"{checkpoint.path}: was converted, not trained here; name the text to score with --data")
     data = TokenData.open(Path(arguments.data or settings.data.dir))
     if data.tokenizer.fingerprint != checkpoint.state["tokenizer"]:
         raise UserError(

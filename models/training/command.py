@@ -40,13 +40,13 @@ def run_training(flags: dict[str, str], arguments: argparse.Namespace) -> int:
 
 
 def _train(flags: dict[str, str], arguments: argparse.Namespace) -> int:
-    settings = resolve(flags, arguments.set, several=bool(arguments.arms))
+    settings = resolve(flags, arguments.set, several=arguments.arms is not None)
     seeds = parse_seeds(arguments.seeds) if arguments.seeds is not None else None
-    arms = parse_arms(arguments.arms, settings) if arguments.arms else {}
+    arms = parse_arms(arguments.arms, settings) if arguments.arms is not None else {}
     if arms and (clash := [f for f in ("arm.interface", "arm.head", "arm.prior", "arm.linear") if f in flags]):
         raise UsageError(f"--arms chooses {', '.join(clash)} itself; leave those out, or spell arms as interface/head/prior/linear")
-    if seeds and "train.seed" in flags:
-        raise UsageError("--seeds names the seeds itself; leave --seed out")
+    if seeds and "train.seed" in flags | parse_assignments(arguments.set):
+        raise UsageError("--seeds names the seeds itself; leave --seed and train.seed out")
     if arguments.reference and not arms:
         raise UsageError("--reference is the arm that others are compared with; name them with --arms")
     if arguments.print_config:

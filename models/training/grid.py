@@ -49,7 +49,10 @@ def parse_arms(text: str, base: RunSettings) -> dict[str, RunSettings]:
     wrong = []
     for word in (word.strip() for word in text.split(",")):
         spelled, *own = word.split("@")
-        name, _, arm = spelled.rpartition("=")
+        name, named, arm = spelled.rpartition("=")
+        if named and not name:
+            wrong.append(f"--arms {word}: expected NAME=ARM, and the name is empty")
+            continue
         name = name or arm
         if name in arms:
             wrong.append(f"arm {name!r} is named twice")
@@ -73,6 +76,8 @@ def _one_arm(name: str, arm: str, own: list[str], base: RunSettings) -> RunSetti
         raise UsageError(f"{name!r} cannot name an arm, it names a folder: use letters, digits, - and _")
     settings = dataclasses.replace(base, arm=parse_arm(arm, base.arm, ARMS | find_preset(base.arm.preset).arms))
     changes = parse_assignments(own)
+    if len(changes) < len(own):
+        raise UsageError("a setting is given twice")
     shared = [setting for setting in changes if setting in flatten(base) and not _own(setting)]
     wrong = [f"{setting} is the same for all arms; an arm's own settings are arm.NAME and data.codes" for setting in shared]
     settings, unusable = apply(settings, changes)
@@ -88,7 +93,7 @@ def _own(setting: str) -> bool:
 def parse_seeds(text: str) -> list[int]:
     """``"0,1,2"`` -> [0, 1, 2]. Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
-    bad = [word for word in words if not (word.isdecimal() and len(word) < 19)]
+    bad = [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 19)]
     if bad:
         raise UsageError(f"--seeds: expected whole numbers, such as 0,1,2; got {bad[0]!r}")
     seeds = [int(word) for word in words]

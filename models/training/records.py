@@ -67,7 +67,8 @@ def read_results(path: Path) -> dict[str, Any]:
     """What a grid's ``results.json`` holds; nothing where there is none."""
     file = path / RESULTS
     saved = read_json(file) if file.exists() else {}
-    if not isinstance(saved, dict):
+    kinds = {"order": list, "runs": list, "settings": dict}
+    if not isinstance(saved, dict) or any(not isinstance(saved.get(name, kind()), kind) for name, kind in kinds.items()):
         raise UserError(f"{file}: not the results of a grid; remove it, and --resume writes it again")
     return saved
 
