@@ -228,9 +228,9 @@ def test_a_signal_ends_an_evaluation_and_resume_still_matches(data_dir, tmp_path
     train(data_dir, tmp_path / "whole", train__eval_every=3)
     original = loop.evaluate_loss
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     for expected in (3, 6):
         with monkeypatch.context() as patch:
