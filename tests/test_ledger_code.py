@@ -147,6 +147,21 @@ def test_a_slow_path_behind_the_code_is_no_loop():
     assert opcodes(found.rest) == {"S2R": 1, "STG": 1, "EXIT": 1} and not found.enclosing
 
 
+def test_of_two_loops_with_the_same_products_the_first_is_the_main_loop():
+    """code_loss ends with a loop over the few tiles that hold a target: the same products, and a comparison more."""
+    found = body("""
+        .L_x_0:
+        HMMA.16816.F32.BF16 R4, R8, R12, R4
+        @P0 BRA `(.L_x_0)
+        .L_x_1:
+        HMMA.16816.F32.BF16 R4, R8, R12, R4
+        ISETP.NE.AND P1, PT, R1, R2, PT
+        @P0 BRA `(.L_x_1)
+        EXIT
+    """)
+    assert opcodes(found.instructions) == {"HMMA": 1, "BRA": 1} and opcodes(found.rest)["ISETP"] == 1
+
+
 def test_the_inner_loop_is_the_main_loop_and_the_outer_encloses_it():
     found = body("""
         .L_x_0:

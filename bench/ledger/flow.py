@@ -152,7 +152,9 @@ def main_body(code: Code, is_matrix, is_wait, is_memory) -> Body:
     whole = tuple(code.instructions[i] for i in sorted(everything) if id(code.instructions[i]) not in idle)
     if not loops:
         return Body(whole, (), (), 1, False)
-    main = max(loops, key=lambda loop: (sum(map(is_matrix, loop.own)), len(loop.own), -loop.header))
+    # Of two with the same products the first: a kernel ends with what is rare, done with more care.
+    products = {loop: sum(map(is_matrix, loop.own)) for loop in loops}
+    main = max(loops, key=lambda loop: (products[loop], 0 if products[loop] else len(loop.own), -loop.header))
     around = [loop for loop in loops if main.header in loop.blocks and loop.header != main.header]
     enclosing = tuple(i for loop in around for i in loop.own)
     counted = {id(i) for i in (*main.own, *enclosing)}

@@ -11,6 +11,7 @@ from .fused_scores import (
     hits_before,
     load_across,
     load_bias,
+    load_level,
     load_parts,
     packed_codes,
     products,
@@ -59,9 +60,10 @@ def find_lse(
     best = tl.full((BV, BT), float("-inf"), tl.float32)
     where = tl.full((BV, BT), 0, tl.int32)
     part0, part1, part2 = load_parts(hidden, token, tokens, W, DOT, PARTS)
+    level = load_level(reference, HAS_PRIOR, SOFTCAP)
     for tile in range(first, last):
         begin, valid, x, _ = score_tile(
-            tile, True, codes, stride, prior, reference, part0, part1, part2, vocabulary, words,
+            tile, True, codes, stride, prior, level, part0, part1, part2, vocabulary, words,
             SCALE, SOFTCAP, HAS_PRIOR, FORM, PARTS, SHORT, FULL, W, BV, BT,
         )  # fmt: skip
         if AUX:
@@ -103,7 +105,8 @@ def add_codes(
     """The four accumulators + code^T . p, p [BV, BT] as PARTS bfloat16 parts."""
     # A load, not arithmetic, for the rows' shifts: only then does the compiler move words, not numbers, between threads.
     shift = tl.broadcast_to(tl.load(shifts + tl.arange(0, 4 * W))[:, None], (4 * W, BV))
-    across = align_rows(load_across(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL), shift, FORM)
+    spread = load_across(codes, stride, begin, vocabulary, words, W, BV, SHORT, FULL, FORM == "bf16_asm")
+    across = align_rows(spread, shift, FORM)
     for _ in tl.static_range(PARTS):
         high, p = rounded(p, DOT)
         sum0 = tl.dot(slice_of(across, 12, FORM), high, sum0)
@@ -116,7 +119,7 @@ def add_codes(
 @triton.jit
 def weigh(
     tile, allowed, total, sum0, sum1, sum2, sum3, known, factor, target, floor,
-    codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, HIT: tl.constexpr,
+    codes, stride, prior, level, shifts, part0, part1, part2, vocabulary, words, HIT: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, SMOOTHING: tl.constexpr, KNOWN: tl.constexpr,
     COMBINED: tl.constexpr, SUMS: tl.constexpr, SKIP: tl.constexpr,
     FORM: tl.constexpr, SUM_FORM: tl.constexpr, SUM_DOT: tl.constexpr,
@@ -125,7 +128,7 @@ def weigh(
 ):  # fmt: skip
     """One tile of ``sum_codes``; with HIT the targets in it are left out, with SKIP all codes if no p is above ``floor``."""
     begin, _, x, slope = score_tile(
-        tile, allowed, codes, stride, prior, reference, part0, part1, part2, vocabulary, words,
+        tile, allowed, codes, stride, prior, level, part0, part1, part2, vocabulary, words,
         SCALE, SOFTCAP, HAS_PRIOR, FORM, PARTS, SHORT, FULL, W, BV, BT,
     )  # fmt: skip
     if KNOWN:
@@ -193,21 +196,24 @@ def sum_codes(
     sum1, sum2, sum3 = sum0, sum0, sum0
     at = hits_before(hits, first, BT)
     row = hits + tl.program_id(0) * (BT + 1)
-    upcoming = tl.load(row + at)
+    upcoming, later = tl.load(row + at), tl.load(row + tl.minimum(at + 1, BT))
+    level = load_level(reference, HAS_PRIOR, SOFTCAP)
     for tile in range(first, last):
         total, sum0, sum1, sum2, sum3 = weigh(
             tile, tile != upcoming, total, sum0, sum1, sum2, sum3, known, factor, 0, floor,
-            codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, False,
+            codes, stride, prior, level, shifts, part0, part1, part2, vocabulary, words, False,
             SCALE, SOFTCAP, HAS_PRIOR, SMOOTHING, KNOWN, COMBINED, SUMS, SKIP, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS,
             SHORT, FULL, W, BV, BT,
         )  # fmt: skip
-        at += (tile == upcoming).to(tl.int32)
-        upcoming = tl.load(row + at)
+        hit = tile == upcoming
+        at += hit.to(tl.int32)
+        upcoming = tl.where(hit, later, upcoming)
+        later = tl.load(row + tl.minimum(at + 1, BT))  # a trip before it is asked for, so that none waits
     target = tl.load(targets + token, mask=real, other=-1).to(tl.int32)
     for place in range(hits_before(hits, first, BT), hits_before(hits, last, BT)):
         total, sum0, sum1, sum2, sum3 = weigh(
             tl.load(row + place), True, total, sum0, sum1, sum2, sum3, known, factor, target, floor,
-            codes, stride, prior, reference, shifts, part0, part1, part2, vocabulary, words, True,
+            codes, stride, prior, level, shifts, part0, part1, part2, vocabulary, words, True,
             SCALE, SOFTCAP, HAS_PRIOR, SMOOTHING, KNOWN, COMBINED, SUMS, False, FORM, SUM_FORM, SUM_DOT, PARTS, SUM_PARTS,
             SHORT, FULL, W, BV, BT,
         )  # fmt: skip
@@ -237,7 +243,7 @@ def sum_tokens(
     code = begin + tl.arange(0, BV)
     valid = (code >= tile * BV) & (code < vocabulary)
     packed = packed_codes(codes, stride, begin, vocabulary, words, FORM, SHORT, FULL, W, BV)
-    bias = load_bias(prior, reference, code, valid, vocabulary, True, SOFTCAP)
+    bias = load_bias(prior, load_level(reference, True, SOFTCAP), code, valid, vocabulary, True, SOFTCAP)
     total = tl.zeros((BV, BT), tl.float32)
     for begin in range(0, tokens, BT):
         token = begin + tl.arange(0, BT)

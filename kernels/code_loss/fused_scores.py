@@ -125,9 +125,17 @@ def load_words(codes, stride, begin, vocabulary, words, W: tl.constexpr, BV: tl.
 
 
 @triton.jit
+def held(words):
+    """The same int16 numbers. Loaded words that go into nothing but this are copied ahead of time like the other operands of a
+    pipelined loop; what moves to another layout at once, Triton (3.7) loads into registers late in the trip before, and waits."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int16, is_pure=False, pack=2)
+
+
+@triton.jit
 def load_across(
-    codes, stride, begin, vocabulary, words, W: tl.constexpr, BV: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr
-):
+    codes, stride, begin, vocabulary, words,
+    W: tl.constexpr, BV: tl.constexpr, SHORT: tl.constexpr, FULL: tl.constexpr, ASYNC: tl.constexpr,
+):  # fmt: skip
     """The same transposed and four times under each other, [4 W, BV]."""
     row, column = tl.arange(0, BV)[None, :], tl.arange(0, W)[:, None]
     at = codes + tl.cast(begin, tl.int64) * stride + (row * stride + column)
@@ -137,6 +145,8 @@ def load_across(
         loaded = tl.load(at)
     else:
         loaded = tl.load(at, mask=column < words, other=0)
+    if ASYNC:
+        loaded = held(loaded)
     return tl.reshape(tl.broadcast_to(loaded[None, :, :], (4, W, BV)), (4 * W, BV))
 
 
@@ -178,14 +188,23 @@ def products(
 
 
 @triton.jit
-def load_bias(prior, reference, code, valid, vocabulary, HAS_PRIOR: tl.constexpr, SOFTCAP: tl.constexpr):
-    """What is added to a code's product, log2 units: its prior less the reference; -inf where not ``valid`` (padding is a code like
+def load_level(reference, HAS_PRIOR: tl.constexpr, SOFTCAP: tl.constexpr):
+    """What scores are relative to, log2 units. Loaded once, before the loop: the compiler leaves a load where it stands."""
+    level = 0.0
+    if HAS_PRIOR and SOFTCAP == 0:
+        level = tl.load(reference)
+    return level
+
+
+@triton.jit
+def load_bias(prior, level, code, valid, vocabulary, HAS_PRIOR: tl.constexpr, SOFTCAP: tl.constexpr):
+    """What is added to a code's product, log2 units: its prior less ``level``; -inf where not ``valid`` (padding is a code like
     any other). Under a soft-cap the prior goes inside and the reference is 0."""
     bias = tl.zeros(code.shape, tl.float32)
     if HAS_PRIOR:
         bias = tl.load(prior + code, mask=code < vocabulary, other=0.0).to(tl.float32)
         if SOFTCAP == 0:
-            bias = bias * LOG2E - tl.load(reference)
+            bias = bias * LOG2E - level
     if SOFTCAP == 0:
         bias = tl.where(valid, bias, float("-inf"))
     return bias
@@ -215,7 +234,7 @@ def to_scores(z, bias, valid, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def score_tile(
-    tile, allowed, codes, stride, prior, reference, part0, part1, part2, vocabulary, words,
+    tile, allowed, codes, stride, prior, level, part0, part1, part2, vocabulary, words,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_PRIOR: tl.constexpr, FORM: tl.constexpr, PARTS: tl.constexpr,
     SHORT: tl.constexpr, FULL: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +244,7 @@ def score_tile(
     valid = (code >= tile * BV) & (code < vocabulary) & allowed
     packed = packed_codes(codes, stride, begin, vocabulary, words, FORM, SHORT, FULL, W, BV)
     z = products(packed, part0, part1, part2, FORM, PARTS, W, BV, BT)
-    bias = load_bias(prior, reference, code, valid, vocabulary, HAS_PRIOR, SOFTCAP)
+    bias = load_bias(prior, level, code, valid, vocabulary, HAS_PRIOR, SOFTCAP)
     x, slope = to_scores(z, bias, valid, token_scale(part1, SCALE, FORM), SOFTCAP)
     return begin, valid, x, slope
 
