@@ -60,6 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+LEGEND = """order: of the vocabulary; below: arm.skip_below; skipped: share of tiles left out of the gradient's product;
+time: of the two products, 1 is exact; left out: probability in skipped tiles, mean over tokens; error: of the
+hidden gradient, root mean square, relative
+"""
+
+
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.tokens < arguments.tile[1]:
@@ -81,6 +87,9 @@ def main(argv: list[str]) -> int:
         blocks = states(model, data.validation, checkpoint.config["data"]["seq_len"], arguments.tokens, arguments.tile[1])
         rows = report(model, blocks, arguments.below, *arguments.tile)
     columns = [(name, lambda row, name=name: row[name]) for name in rows[0]]
+    codes, tokens = arguments.tile
+    print(f"{checkpoint.path}, {arguments.tokens:,} validation tokens, tiles of {codes} codes x {tokens} tokens")
+    print(LEGEND)
     print(markdown_table(rows, columns), end="")
     return 0
 

@@ -16,6 +16,7 @@ from models.settings import ArmSettings, override
 from models.tables import markdown_table
 from models.training.checkpoint import Checkpoint, find_checkpoint
 from models.training.loop import autocast, choose_device
+from models.training.records import arm_folder_name, read_results
 
 COLUMNS = (
     ("checkpoint", lambda r: r["name"]),
@@ -74,8 +75,14 @@ def require_writable(arguments: argparse.Namespace, flags: tuple[str, ...]) -> N
 
 
 def expand(path: Path) -> list[tuple[str, Checkpoint]]:
-    """The named checkpoints that ``path`` means: of a folder that holds runs, however deep, the newest of each run."""
-    runs = sorted(p.parent for p in path.rglob("checkpoints"))
+    """The named checkpoints that ``path`` means: of a folder that holds runs, however deep, the newest of each run.
+
+    The arms of a grid come as in its report, the reference first.
+    """
+    saved = read_results(path)
+    arms = [arm_folder_name(str(arm)) for arm in [saved.get("reference", ""), *saved.get("order", [])]]
+    place = {arm: i for i, arm in reversed(list(enumerate(arms)))}
+    runs = sorted((p.parent for p in path.rglob("checkpoints")), key=lambda run: (run.parent, place.get(run.name, len(arms)), run))
     return [(str(run), find_checkpoint(run)) for run in runs or [path]]
 
 

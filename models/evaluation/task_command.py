@@ -141,6 +141,7 @@ class Report:
         differences = difference_rows(self._rows)
         if differences:
             print("\n" + difference_table(differences), end="")
+            print("p: McNemar's exact test of 0/1 scores, else normal; intervals: normal. Neither is adjusted for their number.")
         if self._json:
             write_json(self._json, self.to_json())
         if self._plot:

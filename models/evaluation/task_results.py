@@ -1,6 +1,7 @@
 """What came out of a task: scores with intervals, every question's answers, tables, and models compared question by question."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from models.evaluation.intervals import AGGREGATIONS, Estimate, difference, estimate
@@ -74,11 +75,14 @@ def question_rows(model: str, asked: Asked, evaluated: dict[str, Any]) -> Iterat
 
 
 def difference_rows(rows: Sequence[Row]) -> list[Row]:
-    """Each model against the first, per task and metric, over the same questions."""
+    """Each model against the first of its folder (a grid's seed), and that one against the first of all; per task and metric, over
+    the same questions."""
     found, first = [], {}
     for row in rows:
         key = tuple(row[name] for name in KEY)
-        base = first.setdefault(key, row)
+        overall = first.setdefault(key, row)
+        base = first.setdefault((key, Path(row["model"]).parent), row)
+        base = overall if base is row else base
         if row is base or row["scores"] is None or base["scores"] is None or len(row["scores"]) != len(base["scores"]):
             continue
         apart = difference(base["scores"], row["scores"], row["aggregation"]).to_json()

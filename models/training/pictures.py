@@ -65,7 +65,9 @@ def _finish_curves(axes: Any, room: bool) -> None:
     """Show what comes after the steep first eighth of the training, and name each curve at its end."""
     curves = [line for line in axes.lines if line.get_marker() == "o"]
     last = max(line.get_xdata()[-1] for line in curves)
-    shown = [y for line in curves for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if x >= last / 8]
+    several = any(len(line.get_xdata()) > 1 for line in curves)  # else the training loss is all there is to see
+    lines = curves if several else axes.lines
+    shown = [y for line in lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if x >= last / 8]
     margin = 0.06 * (max(shown) - min(shown)) or 0.1
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     _label_ends(axes, [(line.get_ydata()[-1], line.get_label(), line.get_color()) for line in curves], last)
@@ -132,7 +134,10 @@ def draw_frequency(path: Path, runs: Sequence[Record], reference: str) -> None:
     shares.bar(range(len(found)), share, color="0.7", width=0.6)
     for x, value in enumerate(share):
         shares.annotate(f"{value:.2%}", (x, value), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8)
-    shares.set(ylabel="of the targets", ylim=(0, 1.25 * max(share)), xlabel="times the target token occurs in the training text")
+    left_out = [b for b in runs[0]["buckets"] if 0 < b["targets"] < FEWEST_TARGETS]
+    few = ", ".join(f"{format_range(b['least'], b['most'])} ({b['targets']} targets)" for b in left_out)
+    axis = "times the target token occurs in the training text" + (f"\nnot drawn: {few}" if few else "")
+    shares.set(ylabel="of the targets", ylim=(0, 1.25 * max(share)), xlabel=axis)
     shares.set_xticks(range(len(found)), [format_range(bucket["least"], bucket["most"]) for bucket in found])
     shares.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _save(figure, path)
