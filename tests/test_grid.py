@@ -297,7 +297,7 @@ def test_results_that_lack_something_are_named(finished, tmp_path):
 
 def test_a_seed_or_a_reference_that_would_be_ignored_is_refused(data_dir, tmp_path):
     for extra, message in (
-        (["--seeds", "0,1", "--seed", "3"], "leave --seed out"),
+        (["--seeds", "0,1", "--seed", "3"], "leave --seed and train.seed out"),
         (["--reference", "table"], "name them with --arms"),
         (["--seeds", "0,0"], "named twice"),
     ):

@@ -170,11 +170,11 @@ def replace_tensors(checkpoint, **changed) -> None:
     ("part", "value", "message"),
     [
         ("packed", torch.full((128, 32), 0b11_01_01_01, dtype=torch.uint8), "attention.q.packed holds the 2-bit code 3"),
-        ("packed", torch.zeros(128, 32, dtype=torch.int8), "q.packed must be uint8 and scale float32, got int8 and float32"),
+        ("packed", torch.zeros(128, 32, dtype=torch.int8), "q.packed is torch.int8, not torch.uint8"),
         ("packed", torch.zeros(128, 31, dtype=torch.uint8), "does not fit the model"),
         ("scale", torch.tensor(float("inf")), "attention.q.scale is not finite"),
         ("scale", torch.ones(128), "does not fit the model"),
-        ("scale", torch.tensor(1.0).half(), "q.packed must be uint8 and scale float32, got uint8 and float16"),
+        ("scale", torch.tensor(1.0).half(), "q.scale is torch.float16, not torch.float32"),
     ],
 )
 def test_impossible_weights_are_refused_by_name(packed, part, value, message):
