@@ -1,0 +1,95 @@
+/* Inner loops of the CPU engine. One `tf_backend` per instruction set; engine.c knows no other way to touch weights.
+ *
+ * The engine owns all memory and gives it in the sizes that the `*_bytes` functions name, 64-byte aligned; what lies in it is the
+ * backend's own affair (its "form" of a matrix or of codes). Sizes were checked before: no function here allocates or fails.
+ * Every function may be called from several threads for disjoint ranges. */
+#ifndef TF_KERNELS_H
+#define TF_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { TF_TERNARY, TF_INT8, TF_FLOAT16, TF_FLOAT32 }; /* kinds of matrices, as the packed file holds them */
+
+typedef struct {
+    int kind, rows, columns;
+    void *form;         /* form_bytes(kind, rows, columns) */
+    const float *scale; /* of TF_TERNARY and TF_INT8: one value, or one a row */
+    int row_scales;     /* whether `scale` has one value a row */
+    const float *bias;  /* rows, or NULL */
+} tf_matrix;
+
+/* Rows that a matrix multiplies. TF_TERNARY reads q, step, sum (made by `quantise`), the other kinds read x. */
+typedef struct {
+    int tokens;
+    const float *x;     /* token t at x + t * x_stride; the matrix's columns */
+    size_t x_stride;    /* in floats */
+    const int8_t *q;    /* token t at q + t * q_stride; zeros from `columns` up to q_stride */
+    size_t q_stride;    /* quantised_bytes(columns) */
+    const float *step;  /* [tokens]: the value of one unit of q */
+    const int32_t *sum; /* [tokens]: sum of q */
+} tf_input;
+
+/* Look-up tables for one hidden state [bits] at the code width, whose score with a code is <hidden, code>/sqrt(bits). */
+typedef struct {
+    void *tables;      /* code_tables_bytes(bits) */
+    float unit, start; /* approximate score = start + unit * (sum of table entries) */
+    float error;       /* |approximate - exact| <= error, in scores, for every code; not finite when hidden is not */
+} tf_code_tables;
+
+/* Keys or values of one layer and one sequence: `slots` x `heads` vectors of `width`. */
+enum { TF_KV_FLOAT16, TF_KV_INT8 };
+
+typedef struct tf_backend {
+    const char *name; /* "avx2", "neon", "portable" */
+
+    /* Matrices. The file's rows come in pieces, in order, in the layout of docs/tfree.md: TF_TERNARY ceil(columns/4) bytes a row, value
+     * + 1 in 2 bits, column 4j in the lowest bits of byte j; TF_INT8 `columns` bytes; TF_FLOAT16/32 little endian. */
+    size_t (*form_bytes)(int kind, int rows, int columns);
+    void (*form_rows)(const tf_matrix *w, int first, int count, const void *file_rows);
+    int row_block; /* ranges of rows begin at multiples of it */
+
+    size_t (*quantised_bytes)(int columns);
+    /* kernels/bitlinear without gains: x/sqrt(mean(x^2) + eps), then int8 by its largest magnitude, rounding half to even. */
+    void (*quantise)(const float *x, int columns, float eps, int8_t *q, float *step, int32_t *sum);
+    /* y[t * y_stride + r] = scale * <row r, x_t> + bias[r] for rows [begin, end); integer sums of TF_TERNARY are exact. */
+    void (*multiply)(const tf_matrix *w, const tf_input *x, float *y, size_t y_stride, int begin, int end);
+    /* out[columns] += factor * row (dequantised; TF_INT8, TF_FLOAT16, TF_FLOAT32). */
+    void (*add_row)(const tf_matrix *w, int row, float factor, float *out);
+
+    /* Sign codes: file rows of ceil(bits/32) uint32 words, bit k of the code in bit k % 32 of word k / 32, set = +1. */
+    size_t (*codes_bytes)(int count, int bits);
+    void (*form_codes)(void *form, int capacity, int bits, int first, int count, const uint32_t *words);
+    void (*code_words)(const void *form, int capacity, int bits, int id, uint32_t *words); /* back again, for the interface */
+    size_t (*code_tables_bytes)(int bits);
+    void (*make_code_tables)(const float *hidden, int bits, tf_code_tables *tables);
+    int code_block; /* ranges of ids begin at multiples of it */
+    /* scores[id - begin] = approximate score + prior[id] (prior may be NULL) for ids [begin, end); returns the largest (NaN: none). */
+    float (*score_codes)(const void *form, int capacity, int bits, const tf_code_tables *tables, const float *prior, int begin, int end,
+                         float *scores);
+    /* The score without prior, from the float hidden state itself, summed in fp32 in an order that depends on bits only. */
+    float (*exact_score)(const void *form, int capacity, int bits, int id, const float *hidden);
+
+    /* Attention of `queries` (query head h of head group g at q + h * width) to the first `used` slots, mean of values by softmax of
+     * scale * <q, k>. One call is one token's query heads that share a key/value head. */
+    size_t (*kv_bytes)(int kind, int slots, int heads, int width);
+    void (*kv_store)(int kind, void *kv, int slots, int heads, int width, int slot, int head, const float *vector);
+    void (*attend)(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q, int queries,
+                   float scale, int from, int used, float *scratch /* queries * used floats */, float *out);
+
+    /* Elementwise, in place or not. */
+    void (*rms_norm)(const float *x, const float *gain, int n, float eps, float *out);
+    void (*layer_norm)(const float *x, const float *gain, const float *bias, int n, float eps, float *out);
+    void (*gelu)(float *x, int n);                         /* tanh form */
+    void (*gelu_mul)(const float *gate, float *up, int n); /* up *= gelu(gate) */
+    void (*silu_mul)(const float *gate, float *up, int n);
+    void (*rotate)(float *x, const float *cos, const float *sin, int width); /* pairs (i, i + width/2) */
+} tf_backend;
+
+const tf_backend *tf_portable_backend(void);
+const tf_backend *tf_avx2_backend(void); /* NULL when not compiled in */
+const tf_backend *tf_neon_backend(void); /* NULL when not compiled in */
+/* The fastest one that this processor runs; `name` (may be NULL) asks for one, NULL is returned when it cannot run. */
+const tf_backend *tf_choose_backend(const char *name);
+
+#endif
