@@ -96,7 +96,12 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The highest id plus one (ids below it may have no token)."""
-        return len(self.vocabulary.tokens)
+        return len(self.tokens)
+
+    @property
+    def tokens(self) -> Sequence[bytes]:
+        """The bytes each id stands for in a text [V]; b"" for special tokens and for ids without a token."""
+        return self.vocabulary.tokens
 
     @property
     def special_ids(self) -> set[int]:
@@ -129,10 +134,6 @@ class Tokenizer:
     def _special(self, names: Sequence[str]) -> int | None:
         by_name = {name: index for index, name in self.vocabulary.specials.items()}
         return next((by_name[name] for name in names if name in by_name), None)
-
-    def token_bytes(self) -> list[bytes]:
-        """The bytes each id stands for in a text [V]; b"" for special tokens and for ids without a token."""
-        return list(self.vocabulary.tokens)
 
     def byte_lengths(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 [V].
