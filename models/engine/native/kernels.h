@@ -70,12 +70,15 @@ typedef struct tf_backend {
     /* The score without prior, from the float hidden state itself, summed in fp32 in an order that depends on bits only. */
     float (*exact_score)(const void *form, int capacity, int bits, int id, const float *hidden);
 
-    /* Attention of `queries` (query head h of head group g at q + h * width) to the first `used` slots, mean of values by softmax of
-     * scale * <q, k>. One call is one token's query heads that share a key/value head. */
+    /* Attention of `queries` (query head h of a head group at q + h * width) to the slots [from, used): `out` gets the mean of their
+     * values by softmax of scale * <q, k>, laid out as q is; peak[h] the largest scale * <q, k> and total[h] the sum of
+     * exp(scale * <q, k> - peak[h]), so that means over several ranges can be merged. from < used. A query's result does not depend
+     * on the other queries of the call. One call is one token's query heads that share a key/value head; the engine keeps a cache in
+     * blocks of `slots` slots and calls once for each of them. */
     size_t (*kv_bytes)(int kind, int slots, int heads, int width);
     void (*kv_store)(int kind, void *kv, int slots, int heads, int width, int slot, int head, const float *vector);
     void (*attend)(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q, int queries,
-                   float scale, int from, int used, float *scratch /* queries * used floats */, float *out);
+                   float scale, int from, int used, float *scratch /* queries * slots floats */, float *out, float *peak, float *total);
 
     /* Elementwise, in place or not. */
     void (*rms_norm)(const float *x, const float *gain, int n, float eps, float *out);
