@@ -1,3 +1,4 @@
+#define _GNU_SOURCE /* madvise, sched_yield, sysconf */
 /* Memory, and words for failures. */
 #include "model.h"
 

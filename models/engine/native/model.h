@@ -10,7 +10,7 @@ enum {
     TF_STEP = 32,      /* tokens that go through the layers together */
     TF_KV_BLOCK = 64,  /* slots of a cache's block: what a cache grows by, and one call of `attend` */
     TF_PIECES = 8,     /* parts at most that a token's attention to one key/value head is split into, for threads */
-    TF_CHUNK = 2048,   /* ids scored at once: their scores stay in the first-level cache */
+    TF_SCORED = 2048,  /* ids scored at once: their scores stay in the first-level cache */
     TF_STATES = 8,     /* hidden states scored together */
     TF_THETAS = 4      /* different bases of rotary angles */
 };
