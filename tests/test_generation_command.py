@@ -15,6 +15,7 @@ from models.generation.__main__ import main
 from models.generation.loop import complete
 from models.generation.output import JsonOutput
 from models.generation.settings import GenerationSettings
+from models.generation.torch_reader import TorchReader
 from models.training.checkpoint import find_checkpoint
 from models.vocab.tokenizer import load_tokenizer
 from runs import train
@@ -39,7 +40,7 @@ def test_every_flag_reaches_the_generation(grid, capsys):
     chosen = GenerationSettings(1.1, 90, 0.95, 0.001, 1.2, 7, 2, 6, ("qq", "zz"), True, batch_size=3)
     checkpoint = find_checkpoint(grid / "sign")
     prompts = ["The river", ""]
-    expected = complete(checkpoint.load_model(), load_tokenizer(checkpoint.path / "tokenizer.json"), prompts, chosen)
+    expected = complete(TorchReader(checkpoint.load_model()), load_tokenizer(checkpoint.path / "tokenizer.json"), prompts, chosen)
     ways = ([], ["--no-cache"], ["--impl", "naive"], ["--device", "cpu", "--dtype", "float32"])
     for path, more in zip((grid / "sign", checkpoint.path, grid / "sign", grid / "sign"), ways, strict=True):
         code, out, err = run(capsys, path, "--prompt", prompts[0], "--prompt", prompts[1], *flags, *more, "--json")

@@ -62,9 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    names = {field.name for field in dataclasses.fields(GenerationSettings)} - {"stop", "cache"}
+    names = {field.name for field in dataclasses.fields(GenerationSettings)} - {"stop"}
     chosen = {name: getattr(arguments, name) for name in names}
-    settings = GenerationSettings(**chosen, stop=tuple(arguments.stop), cache=not arguments.no_cache)
+    settings = GenerationSettings(**chosen, stop=tuple(arguments.stop))
     from models.generation.command import run_generation
 
     return run_generation(arguments, settings)

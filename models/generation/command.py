@@ -12,6 +12,7 @@ from models.evaluation.command import arm_to_score, expand
 from models.generation.loop import Timing, generate
 from models.generation.output import JsonOutput, TextOutput
 from models.generation.settings import GenerationSettings
+from models.generation.torch_reader import TorchReader
 from models.ops import check_impl, describe_ops
 from models.packed.export import pack_model
 from models.settings import from_nested, override
@@ -36,7 +37,8 @@ def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) 
         model = pack_model(model)  # the same numbers from fewer bytes
     timing = Timing()
     with StopRequest() as stop, autocast(run, device), _silent("tablefree.kernels"):  # would say the same amid the text
-        pieces = generate(model, tokenizer, prompts, settings, should_stop=lambda: stop.number is not None, timing=timing)
+        reader = TorchReader(model, cached=not arguments.no_cache)
+        pieces = generate(reader, tokenizer, prompts, settings, should_stop=lambda: stop.number is not None, timing=timing)
         if arguments.json:
             output = JsonOutput(prompts, settings.samples, sys.stdout)
         else:

@@ -89,7 +89,7 @@ def _load_codes(path: Path, data: "TokenData") -> tuple[Tensor, int]:
 def _byte_buffer(arm: ArmSettings, data: "TokenData") -> tuple[Tensor, Tensor]:
     from models.vocab.token_bytes import byte_buffer
 
-    buffer = byte_buffer(data.tokenizer.token_bytes(), data.tokenizer.special_ids, arm.positions)
+    buffer = byte_buffer(data.tokenizer.tokens, data.tokenizer.special_ids, arm.positions)
     return buffer.token_bytes, buffer.lengths
 
 
