@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels.h"
+
 enum { TF_OK = 0, TF_INVALID = -1, TF_NO_MEMORY = -2, TF_FULL = -3 };
 enum { TF_NORM_RMS, TF_NORM_LAYER };
 enum { TF_GELU, TF_SILU }; /* GELU in its tanh form */
@@ -66,39 +68,39 @@ typedef struct tf_engine tf_engine;
 typedef struct tf_session tf_session;
 
 /* What went wrong in this thread's last call that failed, as one phrase. */
-const char *tf_problem(void);
+TF_EXPORT const char *tf_problem(void);
 
 /* `backend`: a name of kernels.h, or NULL for the fastest. */
-int tf_model_create(const tf_config *config, const char *backend, tf_model **model);
-const char *tf_model_backend(const tf_model *model);
+TF_EXPORT int tf_model_create(const tf_config *config, const char *backend, tf_model **model);
+TF_EXPORT const char *tf_model_backend(const tf_model *model);
 /* Takes memory for a part. A matrix comes before its scale and bias. */
-int tf_model_declare(tf_model *model, int layer, int place, int kind, int rows, int columns);
+TF_EXPORT int tf_model_declare(tf_model *model, int layer, int place, int kind, int rows, int columns);
 /* The part's next `count` rows, `bytes` in all, as they are in the file. */
-int tf_model_load(tf_model *model, int layer, int place, int count, const void *data, size_t bytes);
+TF_EXPORT int tf_model_load(tf_model *model, int layer, int place, int count, const void *data, size_t bytes);
 /* Refuses a model that lacks something. */
-int tf_model_finish(tf_model *model);
-void tf_model_free(tf_model *model);
+TF_EXPORT int tf_model_finish(tf_model *model);
+TF_EXPORT void tf_model_free(tf_model *model);
 
 /* `kv`: TF_KV_FLOAT16 or TF_KV_INT8. */
-int tf_engine_create(const tf_model *model, int threads, int kv, tf_engine **engine);
-void tf_engine_free(tf_engine *engine);
+TF_EXPORT int tf_engine_create(const tf_model *model, int threads, int kv, tf_engine **engine);
+TF_EXPORT void tf_engine_free(tf_engine *engine);
 
-int tf_session_create(tf_engine *engine, tf_session **session);
-int tf_session_copy(const tf_session *session, tf_session **copy);
+TF_EXPORT int tf_session_create(tf_engine *engine, tf_session **session);
+TF_EXPORT int tf_session_copy(const tf_session *session, tf_session **copy);
 /* Forgets all tokens from `length` on. TF_INVALID when a layer with a window has no longer what that needs. */
-int tf_session_rewind(tf_session *session, int length);
-int tf_session_length(const tf_session *session);
-size_t tf_session_bytes(const tf_session *session);
-void tf_session_free(tf_session *session);
+TF_EXPORT int tf_session_rewind(tf_session *session, int length);
+TF_EXPORT int tf_session_length(const tf_session *session);
+TF_EXPORT size_t tf_session_bytes(const tf_session *session);
+TF_EXPORT void tf_session_free(tf_session *session);
 
 /* How a token is drawn; kernels/code_loss/sampling.py has the rule, and gives the same tokens for the same scores. */
 typedef struct {
-    int64_t seed, position; /* of the noise */
-    float temperature;      /* 0: the best token */
-    float top_p, min_p;
-    int32_t top_k;          /* 0: all */
-    float repetition_penalty; /* 1: none */
-    const int32_t *seen;    /* ids that the penalty is for, ascending, each once; NULL without one */
+    int64_t seed, position;   /* of the noise */
+    double temperature;       /* 0: the best token */
+    double top_p, min_p;      /* 1 and 0: no limit */
+    int32_t top_k;            /* 0: all */
+    float repetition_penalty; /* 1: none; divides the scores above 0 of the ids seen, multiplies their others */
+    const int32_t *seen;      /* ascending, each once; NULL without a penalty */
     int32_t seen_count;
 } tf_draw;
 
@@ -106,16 +108,16 @@ typedef struct {
  * [all tokens, width] after the final norm; `draws` (or NULL) asks for the next token of each session, given in `drawn`. The sessions
  * must differ. Nothing is read when TF_FULL (a context is full) or TF_INVALID comes back; TF_NO_MEMORY leaves the sessions to be freed
  * or rewound. */
-int tf_read(tf_engine *engine, int sessions, tf_session *const *session, const int32_t *counts, const int32_t *tokens, float *hidden,
+TF_EXPORT int tf_read(tf_engine *engine, int sessions, tf_session *const *session, const int32_t *counts, const int32_t *tokens, float *hidden,
             const tf_draw *draws, int32_t *drawn);
 /* Draws from what each session read last, once more. */
-int tf_draw_again(tf_engine *engine, int sessions, tf_session *const *session, const tf_draw *draws, int32_t *drawn);
+TF_EXPORT int tf_draw_again(tf_engine *engine, int sessions, tf_session *const *session, const tf_draw *draws, int32_t *drawn);
 /* The session reads `count` tokens; for each with targets[i] >= 0 the log-probability in nats of that token as the next one, and
  * whether it has the largest score (lowest id among equals). 0 and 1 for the others. Scores are exact where they can matter: the sum
  * over the vocabulary is off by less than 1e-6 of itself, besides rounding. */
-int tf_score(tf_engine *engine, tf_session *session, int count, const int32_t *tokens, const int32_t *targets, float *logprobs,
+TF_EXPORT int tf_score(tf_engine *engine, tf_session *session, int count, const int32_t *tokens, const int32_t *targets, float *logprobs,
              uint8_t *greedy);
 /* Scores [V] of what the session read last, exact; for tests. */
-int tf_scores(tf_engine *engine, tf_session *session, float *scores);
+TF_EXPORT int tf_scores(tf_engine *engine, tf_session *session, float *scores);
 
 #endif

@@ -3,14 +3,13 @@
 #define TF_MODEL_H
 
 #include "engine.h"
-#include "kernels.h"
 #include "threads.h"
 
 enum {
     TF_STEP = 32,      /* tokens that go through the layers together */
     TF_KV_BLOCK = 64,  /* slots of a cache's block: what a cache grows by, and one call of `attend` */
     TF_PIECES = 8,     /* parts at most that a token's attention to one key/value head is split into, for threads */
-    TF_SCORED = 2048,  /* ids scored at once: their scores stay in the first-level cache */
+    TF_SCORED = 512,   /* ids scored at once: enough of them for all threads of a small vocabulary */
     TF_STATES = 8,     /* hidden states scored together */
     TF_THETAS = 4      /* different bases of rotary angles */
 };
@@ -69,7 +68,7 @@ struct tf_engine {
     int longest;     /* of the matrices' inputs */
     size_t q_stride;
     tf_work *work;   /* [threads + 1], the last one shared, for TF_STEP tokens */
-    float *qkv, *mix, *delta, *gate, *up, *hidden, *code_hidden; /* [TF_STEP, ...] */
+    float *qkv, *mix, *delta, *gate, *up, *hidden; /* [TF_STEP, ...] */
     float *peaks;    /* [TF_STEP, heads, TF_PIECES, 2] beside `mix` [TF_STEP, TF_PIECES, heads, head_dim] */
     float *cosines, *sines; /* [thetas, TF_STEP, head_dim/2] */
     struct tf_scoring *scoring;
