@@ -8,24 +8,34 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from models.errors import UserError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file for bytes that replaces ``path`` when the block ends well, synced; else nothing of it remains."""
+    temporary = _aside(path, "tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync(path.parent)
     except OSError as error:
+        if error.filename not in (None, str(temporary)):
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file by itself
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in one step."""
+    with new_file(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
