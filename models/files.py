@@ -93,7 +93,7 @@ def _swap(temporary: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> bool:
-    """Put back a folder that a process was replacing (``new_folder``) when it was killed, and remove what such processes left.
+    """Put back a folder that a process was replacing when it was killed, and remove what ``new_folder`` or ``new_file`` left then.
 
     Leftovers of processes that still run are not touched. Returns whether ``path`` was put back.
     """
@@ -104,8 +104,8 @@ def recover(path: Path) -> bool:
     restored = bool(old) and not path.exists()
     if restored:
         old.pop().rename(path)
-    for folder in [*old, *(entry for ending, entry in found if ending == "tmp")]:
-        shutil.rmtree(folder, ignore_errors=True)
+    for leftover in [*old, *(entry for ending, entry in found if ending == "tmp")]:
+        _remove(leftover)
     return restored
 
 
@@ -125,10 +125,14 @@ def _is_dead(process: int) -> bool:
 def remove_abandoned(parent: Path) -> None:
     """Remove temporary files and folders that killed processes left in ``parent``. Call it only while holding its lock."""
     for path in parent.glob(".*.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
