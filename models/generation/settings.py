@@ -8,6 +8,7 @@ from models.errors import UsageError
 
 MOST_SAMPLES = 100_000  # all rows of a call are known before the first is read
 
+
 @dataclass(frozen=True)
 class GenerationSettings:
     """How tokens are drawn, and when to stop. Raises UsageError that lists every problem.
