@@ -25,7 +25,7 @@ static inline stream stream_of(int kind, const void *kv, int slots, int heads, i
 }
 
 /* <q of each query head, key> for `count` (1 or 2) slots from `slot` on. */
-INLINE void key_dots(int kind, int queries, int count, stream keys, int slot, const float *q, float dots[2][QUERIES]) {
+TF_INLINE void key_dots(int kind, int queries, int count, stream keys, int slot, const float *q, float dots[2][QUERIES]) {
     const char *key = keys.vectors + (size_t)slot * keys.bytes;
     __m256 sum[2][QUERIES], k[2];
     for (int s = 0; s < 2; s++)
@@ -49,7 +49,7 @@ INLINE void key_dots(int kind, int queries, int count, stream keys, int slot, co
     for (int s = 0; s < count; s++) _mm_storeu_ps(dots[s], sums_of_8(sum[s][0], sum[s][1], sum[s][2], sum[s][3]));
 }
 
-INLINE void key_scores(int kind, int queries, stream keys, const float *q, float scale, int from, int used, float *scores) {
+TF_INLINE void key_scores(int kind, int queries, stream keys, const float *q, float scale, int from, int used, float *scores) {
     int n = used - from;
     float dots[2][QUERIES];
     for (int i = 0; i < n; i += 2) {
@@ -66,7 +66,7 @@ INLINE void key_scores(int kind, int queries, stream keys, const float *q, float
 }
 
 /* out[h][columns c .. c + 8 vectors) += weights of slots [first, last) times their values; mask for fewer than 8 columns. */
-INLINE void add_values(int kind, int queries, int vectors, stream values, int from, int first, int last, int n, const float *weights,
+TF_INLINE void add_values(int kind, int queries, int vectors, stream values, int from, int first, int last, int n, const float *weights,
                        float *out, int c, __m256i mask) {
     __m256 sum[QUERIES][2];
     for (int h = 0; h < queries; h++)
@@ -93,7 +93,7 @@ INLINE void add_values(int kind, int queries, int vectors, stream values, int fr
         }
 }
 
-INLINE void mean_values(int kind, int queries, stream values, int from, int used, const float *weights, float *out) {
+TF_INLINE void mean_values(int kind, int queries, stream values, int from, int used, const float *weights, float *out) {
     memset(out, 0, (size_t)queries * (size_t)values.width * sizeof *out);
     for (int first = from; first < used; first += SLOT_BLOCK) {
         int last = used - first < SLOT_BLOCK ? used : first + SLOT_BLOCK, c = 0;
@@ -105,7 +105,7 @@ INLINE void mean_values(int kind, int queries, stream values, int from, int used
     }
 }
 
-INLINE void attend_tile(int kind, int queries, stream keys, stream values, const float *q, float scale, int from, int used,
+TF_INLINE void attend_tile(int kind, int queries, stream keys, stream values, const float *q, float scale, int from, int used,
                         float *weights, float *out) {
     int n = used - from;
     key_scores(kind, queries, keys, q, scale, from, used, weights);
@@ -117,7 +117,7 @@ INLINE void attend_tile(int kind, int queries, stream keys, stream values, const
 }
 
 /* Four query heads together, the rest one by one: groups of other sizes are rare and small. */
-INLINE void attend_kind(int kind, stream keys, stream values, const float *q, int queries, float scale, int from, int used,
+TF_INLINE void attend_kind(int kind, stream keys, stream values, const float *q, int queries, float scale, int from, int used,
                         float *weights, float *out) {
     int h = 0, width = keys.width;
     for (; h + 4 <= queries; h += 4) attend_tile(kind, 4, keys, values, q + h * width, scale, from, used, weights, out + h * width);

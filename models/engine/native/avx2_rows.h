@@ -6,12 +6,10 @@
 
 #include "forms.h"
 
-#define INLINE static inline __attribute__((always_inline))
-
 enum { ROWS_AHEAD = 1024 }; /* bytes that the prefetch runs ahead, in each of the rows */
 
 /* 8 elements from the i-th on; a row's bytes are rounded up to whole eights. */
-INLINE __m256 widened(int kind, const void *row, int i) {
+TF_INLINE __m256 widened(int kind, const void *row, int i) {
     if (kind == TF_INT8)
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)((const int8_t *)row + i))));
     if (kind == TF_FLOAT16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)((const uint16_t *)row + i)));
@@ -19,18 +17,18 @@ INLINE __m256 widened(int kind, const void *row, int i) {
 }
 
 /* All ones in the first n of 8. */
-INLINE __m256i first_of_8(int n) {
+TF_INLINE __m256i first_of_8(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-INLINE float sum_of_8(__m256 v) {
+TF_INLINE float sum_of_8(__m256 v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
 /* The sums of four vectors, each in the order of sum_of_8. */
-INLINE __m128 sums_of_8(__m256 a, __m256 b, __m256 c, __m256 d) {
+TF_INLINE __m128 sums_of_8(__m256 a, __m256 b, __m256 c, __m256 d) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     __m128 y = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
     __m128 z = _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1));
@@ -40,8 +38,8 @@ INLINE __m128 sums_of_8(__m256 a, __m256 b, __m256 c, __m256 d) {
 }
 
 /* Products of `rows` rows and `tokens` tokens (both known when compiled): each has one vector of sums, whatever the tile. */
-INLINE void rows_tile(int kind, int rows, int tokens, const tf_matrix *w, const float *x, size_t x_stride, int row, float *y,
-                      size_t y_stride) {
+TF_INLINE void rows_tile(int kind, int rows, int tokens, const tf_matrix *w, const float *x, size_t x_stride, int row, float *y,
+                         size_t y_stride) {
     const char *base = tf_row(w, row);
     size_t bytes = tf_row_bytes(kind, w->columns);
     __m256 sum[3][4], values[3];
@@ -71,7 +69,7 @@ INLINE void rows_tile(int kind, int rows, int tokens, const tf_matrix *w, const 
         }
 }
 
-INLINE void rows_block(int kind, int rows, const tf_matrix *w, const tf_input *x, int row, float *y, size_t y_stride) {
+TF_INLINE void rows_block(int kind, int rows, const tf_matrix *w, const tf_input *x, int row, float *y, size_t y_stride) {
     int t = 0;
     for (; t + 3 <= x->tokens; t += 3)
         rows_tile(kind, rows, 3, w, x->x + (size_t)t * x->x_stride, x->x_stride, row, y + (size_t)t * y_stride, y_stride);
@@ -79,7 +77,7 @@ INLINE void rows_block(int kind, int rows, const tf_matrix *w, const tf_input *x
         rows_tile(kind, rows, 1, w, x->x + (size_t)t * x->x_stride, x->x_stride, row, y + (size_t)t * y_stride, y_stride);
 }
 
-INLINE void multiply_rows(int kind, const tf_matrix *w, const tf_input *x, float *y, size_t y_stride, int begin, int end) {
+TF_INLINE void multiply_rows(int kind, const tf_matrix *w, const tf_input *x, float *y, size_t y_stride, int begin, int end) {
     int row = begin;
     for (; row + TF_ROWS <= end; row += TF_ROWS) rows_block(kind, TF_ROWS, w, x, row, y, y_stride);
     for (; row < end; row++) rows_block(kind, 1, w, x, row, y, y_stride);

@@ -16,13 +16,13 @@ enum {
 };
 
 /* The sums of four vectors of int32. */
-static inline __m128i sums_of_4(__m256i a, __m256i b, __m256i c, __m256i d) {
+TF_INLINE __m128i sums_of_4(__m256i a, __m256i b, __m256i c, __m256i d) {
     __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
     return _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
 }
 
 /* One row's 128 columns: `plain` takes codes, `fourfold` four times codes. q comes from memory as the second operand. */
-static inline void add_piece(const uint8_t *piece, const __m256i *q, __m256i *plain, __m256i *fourfold) {
+TF_INLINE void add_piece(const uint8_t *piece, const __m256i *q, __m256i *plain, __m256i *fourfold) {
     const __m256i low = _mm256_set1_epi8(3), high = _mm256_set1_epi8(12);
     __m256i codes = _mm256_loadu_si256((const __m256i *)(const void *)piece), upper = _mm256_srli_epi16(codes, 4);
     *plain = _mm256_add_epi16(*plain, _mm256_maddubs_epi16(_mm256_and_si256(codes, low), _mm256_loadu_si256(q)));
@@ -32,12 +32,12 @@ static inline void add_piece(const uint8_t *piece, const __m256i *q, __m256i *pl
 }
 
 /* 4 plain + fourfold, in 32 bits. */
-static inline __m256i fold(__m256i plain, __m256i fourfold) {
+TF_INLINE __m256i fold(__m256i plain, __m256i fourfold) {
     return _mm256_add_epi32(_mm256_madd_epi16(plain, _mm256_set1_epi16(4)), _mm256_madd_epi16(fourfold, _mm256_set1_epi16(1)));
 }
 
 /* <codes, q> of a block's four rows. */
-static inline __m128i block_dot(const uint8_t *piece, const int8_t *q, size_t chunks) {
+TF_INLINE __m128i block_dot(const uint8_t *piece, const int8_t *q, size_t chunks) {
     __m256i s0 = _mm256_setzero_si256(), s1 = s0, s2 = s0, s3 = s0;
     while (chunks) {
         size_t n = chunks < TERNARY_FLUSH ? chunks : TERNARY_FLUSH;
@@ -86,7 +86,7 @@ static inline void spread(const uint8_t *piece, size_t chunks, __m256i *codes) {
 }
 
 /* Adds <codes, q> of four rows and `tokens` (1 or 2) tokens to sums. */
-static inline void spread_dot(const __m256i *codes, const int8_t *q, size_t q_stride, size_t vectors, int tokens, __m128i *sums) {
+TF_INLINE void spread_dot(const __m256i *codes, const int8_t *q, size_t q_stride, size_t vectors, int tokens, __m128i *sums) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum[2][TF_ROWS];
     for (int t = 0; t < 2; t++)
