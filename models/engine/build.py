@@ -3,7 +3,7 @@
     python -m models.engine.build          # compile (or find) the library and print its path
 
 The library's name is a digest of the sources, the flags and the compiler, so that none is ever stale. The cache folder is
-$TABLEFREE_CACHE, else $XDG_CACHE_HOME/tablefree, else ~/.cache/tablefree. The compiler is $CC, else cc, gcc or clang, else the
+$TABLEFREE_CACHE, by default ~/.cache/tablefree. The compiler is $CC, else cc, gcc or clang, else the
 one in the ziglang wheel (``pip install ziglang``, for computers without a compiler).
 """
 
@@ -60,10 +60,7 @@ def ensure_library(sanitize: bool = False) -> Path:
 
 def cache_folder() -> Path:
     """Where libraries are kept; made by ``ensure_library``."""
-    named = os.environ.get("TABLEFREE_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tablefree"
+    return Path(os.environ.get("TABLEFREE_CACHE") or Path.home() / ".cache" / "tablefree")
 
 
 def find_compiler() -> list[str]:

@@ -67,8 +67,9 @@ static inline float tf_signed_sums(const float *hidden, int bits, int first, flo
     return magnitude;
 }
 
-/* What fp32 sums of `bits` terms may lose, in any order, when their magnitudes add up to `magnitude`: (bits - 1) 2^-24 of it and
- * higher orders (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); twice over, for both sums that are compared. */
-static inline float tf_sum_error(int bits, float magnitude) { return (float)(bits + 16) * 0x1p-22f * magnitude; }
+/* What rounding may take from an approximate score and the exact one together, where magnitudes add up to `magnitude`: a sum whose
+ * terms each take part in n additions is off by at most n 2^-24 of it, and higher orders (Higham, Accuracy and Stability of Numerical
+ * Algorithms, 4.2). n: at most bits/8 + 5 in tf_exact_score, bits/4 + 8 in a backend's tables, start and sums. */
+static inline float tf_sum_error(int bits, float magnitude) { return ((float)bits * 0.5f + 16.0f) * 0x1p-24f * magnitude; }
 
 #endif

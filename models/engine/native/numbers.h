@@ -8,6 +8,9 @@
 #include <immintrin.h>
 #endif
 
+/* For loops whose shape is an argument: inlined, so that the argument is a constant and each shape has a loop of its own. */
+#define TF_INLINE static inline __attribute__((always_inline))
+
 #define TF_INFINITY_BITS 0x7f800000 /* of the magnitude: from here on a float is infinite or NaN */
 #define TF_ROUNDER 12582912.0f      /* 1.5 * 2^23: adding it leaves the nearest whole number, half to even, in the lowest bits */
 #define TF_ROUNDER_BITS 0x4b400000u
