@@ -13,8 +13,6 @@ from models.arm import build_model
 from models.convert.transformers_checkpoint import from_transformers, load_transformers, locate
 from models.data.shards import TokenData
 from models.errors import UserError
-from models.generation.loop import complete
-from models.generation.settings import GenerationSettings
 from models.packed.gguf import export_gguf, require_supported, write_gguf
 from models.packed.gguf_tokenizer import tokenizer_fields
 from models.training.checkpoint import find_checkpoint
