@@ -12,7 +12,8 @@ import torch
 from models.arm import build_model
 from models.convert.transformers_checkpoint import from_transformers, load_transformers, locate
 from models.data.shards import TokenData
-from models.errors import UserError
+from models.errors import UsageError, UserError
+from models.packed.__main__ import main
 from models.packed.gguf import export_gguf, require_supported, write_gguf
 from models.packed.gguf_tokenizer import tokenizer_fields
 from models.training.checkpoint import find_checkpoint
@@ -60,7 +61,7 @@ def test_another_reader_finds_the_same_model(data_dir, tmp_path, kind, head, sca
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model, tokenizer = random_arm(data_dir, kind, head, scale, **SHAPES[kind])
-    write_gguf(model, tokenizer, tmp_path / "model.gguf", "f32")
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", "float32")
     again = from_transformers(load_transformers(locate(str(tmp_path / "model.gguf"))))
     ids = torch.randint(model.description.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -69,24 +70,23 @@ def test_another_reader_finds_the_same_model(data_dir, tmp_path, kind, head, sca
 
 def test_queries_take_up_a_scale_that_is_not_llama_cpps(data_dir, tmp_path):
     model, tokenizer = random_arm(data_dir, "gemma3", "tied", query_pre_attn_scalar=8.0)
-    write_gguf(model, tokenizer, tmp_path / "model.gguf", "f32")
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", "float32")
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     norm = model.body.blocks[2].attention.q_norm.weight.detach()
     # Heads are 32 wide: llama.cpp divides scores by sqrt(32), the arm by sqrt(8).
     torch.testing.assert_close(torch.tensor(tensors["blk.2.attn_q_norm.weight"]), 2 * (1 + norm))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_dtypes_and_fields(run, tmp_path, dtype):
     checkpoint, out = find_checkpoint(run), tmp_path / "model.gguf"
-    facts = export_gguf(checkpoint, out, dtype)
+    assert main(["export", str(run), str(out), "--dtype", dtype]) is None
     reader = gguf.GGUFReader(out)
-    assert facts == {"tensors": len(reader.tensors), "bytes": out.stat().st_size}
     table = checkpoint.load_model().interface.weight.detach()
     (stored,) = [tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"]
-    assert stored.tensor_type.name == dtype.upper()
+    assert stored.tensor_type.name == {"float32": "F32", "float16": "F16", "int8": "Q8_0"}[dtype]
     again = torch.tensor(gguf.quants.dequantize(stored.data, stored.tensor_type)).float()
-    allowed = {"f32": 0.0, "f16": 2**-11, "q8_0": 0.5 / 127}[dtype] * table.abs().max().item()  # half a step
+    allowed = {"float32": 0.0, "float16": 2**-11, "int8": 0.5 / 127}[dtype] * table.abs().max().item()  # half a step
     assert (again.view_as(table) - table).abs().max() <= 1.01 * allowed
     assert {t.tensor_type.name for t in reader.tensors if t.data.ndim == 1 or "position" in t.name} == {"F32"}
 
@@ -113,24 +113,25 @@ ARMS = {
 def test_an_arm_that_llama_cpp_cannot_compute_is_refused(data_dir, tmp_path, arm):
     train(data_dir, tmp_path / "run", arm, train__steps=1)
     with pytest.raises(UserError, match=ARMS[arm]):
-        export_gguf(find_checkpoint(tmp_path / "run"), tmp_path / "model.gguf", "f16")
+        export_gguf(find_checkpoint(tmp_path / "run"), tmp_path / "model.gguf", "float16")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_does_not_fit_the_format_is_refused(data_dir, run, tmp_path, monkeypatch):
     narrow, tokenizer = random_arm(data_dir, "llama", "table", ffn=350)
-    with pytest.raises(UserError, match="q8_0 needs rows of a multiple of 32 numbers .ffn 350 is none.: use f16"):
-        require_supported(narrow.description, "q8_0", "run")
+    with pytest.raises(UserError, match="int8 needs rows of a multiple of 32 numbers .ffn 350 is none.: use --dtype float16"):
+        require_supported(narrow.description, "int8", "run")
     wide, _ = random_arm(data_dir, "gpt2", "table", head_dim=64)
     with pytest.raises(UserError, match="run: .* heads together are 256 wide"):
-        require_supported(wide.description, "f16", "run")
+        require_supported(wide.description, "float16", "run")
     (tmp_path / "there.gguf").touch()
-    for out, words in (("there.gguf", "exists already"), ("none/model.gguf", "folder .* does not exist")):
-        with pytest.raises(UserError, match=words):
-            export_gguf(find_checkpoint(run), tmp_path / out, "f16")
+    with pytest.raises(UserError, match="there.gguf: exists already"):
+        export_gguf(find_checkpoint(run), tmp_path / "there.gguf", "float16")
+    with pytest.raises(UsageError, match="--prior-dtype is for a .tfree file"):
+        main(["export", str(run), str(tmp_path / "model.gguf"), "--prior-dtype", "float16"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="writing GGUF needs the package gguf; run: pip install gguf"):
-        export_gguf(find_checkpoint(run), tmp_path / "model.gguf", "f16")
+        export_gguf(find_checkpoint(run), tmp_path / "model.gguf", "float16")
 
 
 def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
@@ -138,8 +139,8 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
-    with pytest.raises(UserError, match=r"model.gguf: cannot be written \(No space left on device\)"):
-        export_gguf(find_checkpoint(run), tmp_path / "model.gguf", "f16")
+    with pytest.raises(OSError, match="No space left on device: .*model.gguf"):
+        export_gguf(find_checkpoint(run), tmp_path / "model.gguf", "float16")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,7 @@
 """The process that is measured: reads one JSON request from its argument, prints one line of JSON.
 
 Request: ``engine`` ("engine" or "eager"), ``file`` (a .tfree file), ``threads``, ``decode`` ([[depth, tokens], ...]), ``prefill``
-(tokens, or 0), ``floor_bytes`` (0: none). Answer: {"decode": [tokens/s, ...], "prefill": tokens/s or null, "floor": [seconds, ...]}.
+(tokens, or 0), ``floor_bytes`` (0: none). Answer: {"decode": [tokens/s], "prefill": tokens/s or null, "floor": [seconds]}.
 Nothing but the engine is imported here: what this process holds is what a user's would.
 """
 

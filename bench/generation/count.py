@@ -17,7 +17,7 @@ TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
 
 
 def instructions_per_token(provider: Provider, few: int, more: int) -> float:
-    """Instructions that each token after the first ``few`` costs. Raises UserError when valgrind is missing or the process fails."""
+    """Instructions each token after the first ``few`` costs. Raises UserError when valgrind is missing or the process fails"""
     counts = [instructions(provider.decode_command(tokens)) for tokens in (few, more)]
     return (counts[1] - counts[0]) / (more - few)
 

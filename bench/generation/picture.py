@@ -43,7 +43,8 @@ def _bars(panel, names: list[str], bars: dict[str, dict[str, Any]], in_bytes: bo
         low, middle, high = (bars[name][key] / unit for key in ("p20", "median", "p80"))
         panel.barh(place, middle, color=COLOURS[place % len(COLOURS)], height=0.7)
         panel.plot([low, high], [place, place], color="black", linewidth=1.2)
-        panel.annotate(f"{middle:,.0f}", (max(middle, high), place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
+        near = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        panel.annotate(f"{middle:,.0f}", (max(middle, high), place), **near)
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.set_yticks([])
     panel.margins(x=0.18)
@@ -53,4 +54,6 @@ def _bars(panel, names: list[str], bars: dict[str, dict[str, Any]], in_bytes: bo
 def _title(measure: str, depth: int, tokens: int) -> str:
     if measure == "memory":
         return f"memory [MB]\ncontext {depth + tokens:,}"
-    return f"decode [tokens/s]\ncontext {depth:,} to {depth + tokens:,}" if measure == "decode" else f"prefill [tokens/s]\n{tokens:,} tokens"
+    if measure == "prefill":
+        return f"prefill [tokens/s]\n{tokens:,} tokens"
+    return f"decode [tokens/s]\ncontext {depth:,} to {depth + tokens:,}"

@@ -151,8 +151,8 @@ def last_words(text: str) -> str:
 
 
 def bytes_per_token(path: Path) -> int:
-    """Bytes of a packed file that each token needs: body, head and codes whole, a tied table too; a row of what only the input reads
-    is left out."""
+    """Bytes of a packed file that each token needs: body, head and codes whole, a tied table too; of what only the input reads a
+    token needs a row, which is left out."""
     with PackedFile(path) as file:
         tied = file.model["arm"]["head"] == "tied"
         parts = ("body.", "head.", "codes.", *(["interface."] if tied else []))

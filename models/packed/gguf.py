@@ -9,14 +9,14 @@ Read off llama.cpp (ggml-org 0c1e57098, src/models/{llama,gemma3,gpt2}.cpp). Its
 Where our scales are not its own, the tables and gains take up the quotient, so that the scores are the same numbers.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from models.errors import UserError
-from models.files import sync
+from models.files import new_file
+from models.packed.export import require_new
 from models.packed.gguf_tokenizer import tokenizer_fields
 from models.vocab.packages import need
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from models.training.checkpoint import Checkpoint
     from models.vocab.tokenizer import Tokenizer
 
-DTYPES = ("f32", "f16", "q8_0")  # of the matrices; vectors and GPT-2's positions are always f32, as llama.cpp wants them
+# Of matrices; vectors and GPT-2's positions are always F32, as llama.cpp wants them. int8: with a scale per 32 numbers of a row.
+DTYPES = {"float32": "F32", "float16": "F16", "int8": "Q8_0"}
+FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "int8": "MOSTLY_Q8_0"}
 Q8_BLOCK = 32
 LAYERS_OF_27B = 62  # by which llama.cpp knows Gemma 3 27B, whose queries it scales by the width of an average head
 _BLOCK_NAMES = {
@@ -38,14 +40,17 @@ _BLOCK_NAMES = {
 }  # fmt: skip
 
 
-def export_gguf(checkpoint: "Checkpoint", out: Path, dtype: str) -> dict[str, int]:
-    """Write ``checkpoint`` to the file ``out``, whole or not at all; returns how many tensors and bytes it has.
+def export_gguf(checkpoint: "Checkpoint", out: Path, dtype: str) -> list[dict[str, Any]]:
+    """Write ``checkpoint`` as the file ``out``, whole or not at all; returns a row of how many bytes it takes, trained and packed.
 
-    Raises UserError when llama.cpp cannot compute the arm or split text like its tokenizer, when the package gguf is not
-    installed, and when ``out`` exists or cannot be written.
+    ``dtype``: one of DTYPES. Raises UserError when llama.cpp cannot compute the arm or would split text otherwise than its
+    tokenizer, when the package gguf is not installed, and when ``out`` exists; OSError when the disk refuses.
     """
+    require_new(out)
     require_supported(checkpoint.description, dtype, str(checkpoint.path))
-    return write_gguf(checkpoint.load_model(), checkpoint.load_tokenizer(), out, dtype)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_gguf(checkpoint.load_model(), checkpoint.load_tokenizer(), out, dtype)
+    return [{"what": "model", "trained": checkpoint.model_bytes, "packed": out.stat().st_size}]
 
 
 def require_supported(description: "ModelDescription", dtype: str, name: str) -> None:
@@ -69,47 +74,30 @@ def problems(description: "ModelDescription", dtype: str) -> list[str]:
     if description.kind == "gpt2" and body.heads * body.head_width != body.width:
         found.append(f"its heads together are {body.heads * body.head_width} wide (only the width, {body.width})")
     widths = {"width": body.width, "ffn": body.ffn, "width of all heads": body.heads * body.head_width}
-    if dtype == "q8_0" and (odd := [f"{name} {n}" for name, n in widths.items() if n % Q8_BLOCK]):
-        found.append(f"q8_0 needs rows of a multiple of {Q8_BLOCK} numbers ({', '.join(odd)} is none): use f16")
+    if dtype == "int8" and (odd := [f"{name} {n}" for name, n in widths.items() if n % Q8_BLOCK]):
+        found.append(f"int8 needs rows of a multiple of {Q8_BLOCK} numbers ({', '.join(odd)} is none): use --dtype float16")
     return found
 
 
-def write_gguf(model: "LanguageModel", tokenizer: "Tokenizer", out: Path, dtype: str) -> dict[str, int]:
-    """Write a supported model and its tokenizer to ``out``; errors and result as in ``export_gguf``."""
+def write_gguf(model: "LanguageModel", tokenizer: "Tokenizer", out: Path, dtype: str) -> None:
+    """Write a supported model and its tokenizer to ``out``; errors as in ``export_gguf``."""
     gguf = need("gguf", "writing GGUF")
-    if dtype not in DTYPES:
-        raise UserError(f"GGUF dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    if out.exists() or out.is_symlink():
-        raise UserError(f"{out}: exists already; give another file")
-    if not out.parent.is_dir():
-        raise UserError(f"{out}: the folder {out.parent} does not exist")
     fields = tokenizer_fields(tokenizer, model.description.vocab_size)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        writer = gguf.GGUFWriter(temporary, model.description.kind)
+    with new_file(out) as file:
+        writer = gguf.GGUFWriter(file.name, model.description.kind)  # opens the file once more, and closes that
         _add_sizes(writer, gguf, model.description, dtype)
         fields.add_to(writer)
-        tensors = model_tensors(model)
-        for name, tensor in tensors.items():
+        for name, tensor in model_tensors(model).items():
             _add_tensor(writer, gguf, name, tensor, dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        sync(temporary)
-        temporary.rename(out)
-        sync(out.parent)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror or error})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return {"tensors": len(tensors), "bytes": out.stat().st_size}
 
 
 def _add_sizes(writer: Any, gguf: Any, description: "ModelDescription", dtype: str) -> None:
     body, kind = description.body, description.kind
-    file_types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
-    writer.add_file_type(gguf.LlamaFileType[file_types[dtype]])
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
     writer.add_vocab_size(description.vocab_size)
     writer.add_context_length(body.context)
     writer.add_embedding_length(body.width)
@@ -133,10 +121,10 @@ def _add_sizes(writer: Any, gguf: Any, description: "ModelDescription", dtype: s
 
 def _add_tensor(writer: Any, gguf: Any, name: str, tensor: "Tensor", dtype: str) -> None:
     array = tensor.detach().float().contiguous().numpy()
-    if tensor.dim() == 1 or name == "position_embd.weight" or dtype == "f32":
+    if tensor.dim() == 1 or name == "position_embd.weight" or dtype == "float32":
         writer.add_tensor(name, array)
     else:
-        kind = gguf.GGMLQuantizationType[dtype.upper()]
+        kind = gguf.GGMLQuantizationType[DTYPES[dtype]]
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
 
 
