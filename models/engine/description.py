@@ -99,9 +99,9 @@ class Description:
     def _layer_places(self) -> Iterator[tuple[str, int]]:
         config = self.config
         absent = {"mlp.gate": not config.gated}
-        absent |= {name: not config.query_key_norms for name in ("attention.q_norm.weight", "attention.k_norm.weight")}
-        absent |= {name: not config.post_norms for name in ("attention_post_norm.weight", "mlp_post_norm.weight")}
-        absent |= {name: config.norm != NORM_LAYER for name in ("attention_norm.bias", "mlp_norm.bias")}
+        absent |= dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), not config.query_key_norms)
+        absent |= dict.fromkeys(("attention_post_norm.weight", "mlp_post_norm.weight"), not config.post_norms)
+        absent |= dict.fromkeys(("attention_norm.bias", "mlp_norm.bias"), config.norm != NORM_LAYER)
         return ((name, place) for name, place in LAYER_PLACES.items() if not absent.get(name))
 
     def _layer_parts(self, name: str, layer: int, place: int) -> Iterator[Part]:

@@ -108,7 +108,7 @@ def _check_splitting(before: Tokenizer, after: Tokenizer, words: list[str]) -> N
 
 
 def _spelled(tokenizer: Tokenizer, text: str) -> bytes:
-    tokens = tokenizer.token_bytes()
+    tokens = tokenizer.tokens
     return b"".join(tokens[i] for i in tokenizer.encode(text))
 
 

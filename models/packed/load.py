@@ -84,7 +84,7 @@ class PackedModel:
                 raise file.fault(f"tokenizer.json has {tokenizer.vocab_size:,} ids, the index says {self.ids:,}")
             if self.words:
                 tokenizer = add_words(tokenizer, tokens[self.ids : self.ids + self.words])
-            known = tokenizer.token_bytes()
+            known = tokenizer.tokens
             if known != tokens[: len(known)] or any(tokens[len(known) :]):
                 raise file.fault("tokenizer.bytes holds other tokens than tokenizer.json")
             if tokenizer.eos_id != self.eos_id:

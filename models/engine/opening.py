@@ -1,0 +1,42 @@
+"""A packed file, opened to generate: by the engine, or where no compiler can make its library, by PyTorch."""
+
+import logging
+from pathlib import Path
+
+from models.engine.build import NoCompiler
+from models.engine.engine import Engine
+from models.engine.reader import EngineReader
+from models.generation.opened import OpenedModel, OpenOptions
+
+_log = logging.getLogger("tablefree.engine")
+
+
+def open_packed_model(path: Path, options: OpenOptions) -> OpenedModel:
+    """The model of a packed file. Without a compiler, said in the log, PyTorch computes it: slower, from fp32 copies of its matrices.
+
+    Raises UserError, UsageError, MemoryError.
+    """
+    try:
+        engine = Engine(path, options.threads, options.kv or "float16")
+    except NoCompiler as missing:
+        _log.warning("%s; PyTorch reads the file instead, and is slower", missing)
+        return _open_with_torch(path, options)
+    return OpenedModel(
+        about=f"{path}, {engine.backend} on {engine.threads} threads, {engine.kv} keys and values",
+        codec=engine.tokenizer,
+        new_reader=lambda: EngineReader(engine),
+        close=engine.close,
+    )
+
+
+def _open_with_torch(path: Path, options: OpenOptions) -> OpenedModel:
+    import torch
+
+    from models.generation.torch_reader import TorchReader
+    from models.packed.load import PackedModel
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    packed = PackedModel.open(path)
+    model = packed.load_model()
+    return OpenedModel(f"{path}, PyTorch on the CPU", packed.load_tokenizer(), lambda: TorchReader(model))
