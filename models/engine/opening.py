@@ -1,9 +1,9 @@
-"""A packed file, opened to generate: by the engine, or where no compiler can make its library, by PyTorch."""
+"""A packed file, opened to generate: by the engine, or by PyTorch where there is no compiler to make its library."""
 
 import logging
 from pathlib import Path
 
-from models.engine.build import NoCompiler
+from models.engine.build import why_not
 from models.engine.engine import Engine
 from models.engine.reader import EngineReader
 from models.generation.opened import OpenedModel, OpenOptions
@@ -12,15 +12,14 @@ _log = logging.getLogger("tablefree.engine")
 
 
 def open_packed_model(path: Path, options: OpenOptions) -> OpenedModel:
-    """The model of a packed file. Without a compiler, said in the log, PyTorch computes it: slower, from fp32 copies of its matrices.
+    """The model of a packed file. Where no library can be compiled, PyTorch computes it, which is slower; the log says so.
 
     Raises UserError, UsageError, MemoryError.
     """
-    try:
-        engine = Engine(path, options.threads, options.kv or "float16")
-    except NoCompiler as missing:
-        _log.warning("%s; PyTorch reads the file instead, and is slower", missing)
+    if missing := why_not():
+        _log.warning("%s. Until then PyTorch runs the file, more slowly and in more memory", missing)
         return _open_with_torch(path, options)
+    engine = Engine(path, options.threads, options.kv or "float16")
     return OpenedModel(
         about=f"{path}, {engine.backend} on {engine.threads} threads, {engine.kv} keys and values",
         codec=engine.tokenizer,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from models.data.shards import TokenData
+from models.engine.build import why_not
 from models.engine.engine import Engine
 from models.errors import UsageError, UserError
 from models.evaluation.engine_scores import EngineScores
@@ -48,9 +49,10 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
         check_impl(arm.impl, device)
     rows = []
     for (name, checkpoint), arm in zip(found, arms, strict=True):
-        ops = "ops: the CPU engine" if uses_engine(checkpoint, arguments.impl) else describe_ops(arm, device)
+        engine = uses_engine(checkpoint, arguments.impl)
+        ops = "ops: the CPU engine" if engine else describe_ops(arm, device)
         print(f"scoring {name}, {ops}, on {device}", file=sys.stderr)
-        result = score(checkpoint, arm, device, arguments)
+        result = score(checkpoint, arm, device, arguments, engine)
         rows.append({"name": name, "step": checkpoint.step, "ops": ops, **result.to_json()})
     print(markdown_table(rows, COLUMNS), end="")
     if arguments.json:
@@ -97,12 +99,16 @@ def arm_to_score(checkpoint: Saved, impl: str | None) -> ArmSettings:
 
 
 def uses_engine(saved: Saved, impl: str | None) -> bool:
-    """Whether the CPU engine runs a model: a packed file's, unless an implementation of PyTorch is asked for."""
-    return isinstance(saved, PackedModel) and impl is None
+    """Whether the CPU engine runs a model: a packed file's, unless an ``impl`` of PyTorch is asked for or no compiler is there."""
+    if not isinstance(saved, PackedModel) or impl is not None:
+        return False
+    if missing := why_not():
+        print(f"{saved.path}: {missing}. Until then PyTorch runs it, more slowly", file=sys.stderr)
+    return missing is None
 
 
-def score(checkpoint: Saved, arm: ArmSettings, device: torch.device, arguments: argparse.Namespace) -> Score:
-    """Score one model on the chosen split."""
+def score(checkpoint: Saved, arm: ArmSettings, device: torch.device, arguments: argparse.Namespace, engine: bool) -> Score:
+    """Score one model on the chosen split; ``engine``: with the CPU engine."""
     settings = checkpoint.settings
     if not (arguments.data or settings.data.dir):
         raise UsageError(f"{checkpoint.path}: was converted, not trained here; name the text to score with --data")
@@ -115,8 +121,8 @@ def score(checkpoint: Saved, arm: ArmSettings, device: torch.device, arguments: 
     stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")
     windows = (stream, data.tokenizer.byte_lengths(), settings.data.seq_len)
     options = {"rows": settings.train.micro_batch_size or settings.train.batch_size, "limit": arguments.rows}
-    if uses_engine(checkpoint, arguments.impl):
-        with Engine(checkpoint.path) as engine:
-            return score_windows(EngineScores(engine).nll, *windows, **options)
+    if engine:
+        with Engine(checkpoint.path) as loaded:
+            return score_windows(EngineScores(loaded).nll, *windows, **options)
     with autocast(settings, device):
         return evaluate_loss(checkpoint.load_model(impl=arm.impl).to(device), *windows, **options)

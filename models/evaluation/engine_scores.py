@@ -32,7 +32,7 @@ class EngineScores:
         return logprob, greedy
 
     def _answers(self, tokens: list[int], questions: list[tuple[int, int, int]]) -> list[tuple[int, tuple[float, bool]]]:
-        """The number of each question (column, target, number), and its answer. A reading answers one question a column: as many as it takes."""
+        """The number of each question (column, target, number), and its answer. A reading answers one question a column."""
         answers, left = [], questions
         while left:
             first = {column: target for column, target, _ in reversed(left)}
