@@ -36,10 +36,11 @@ def tokenizer() -> Tokenizer:
 
 
 def little_checkpoint(
-    folder: Path, arm: str, kind: str = "llama", scale: str = "tensor", change: Callable | None = None
+    folder: Path, arm: str, kind: str = "llama", scale: str = "tensor", change: Callable | None = None, positions: int = 16
 ) -> Checkpoint:
     """An arm interface/head/prior/linear with every parameter away from its neutral value; ``change`` gets the model first."""
-    settings = ArmSettings(**dict(zip(("interface", "head", "prior", "linear"), arm.split("/"), strict=True)))
+    parts = dict(zip(("interface", "head", "prior", "linear"), arm.split("/"), strict=True))
+    settings = ArmSettings(**parts, positions=positions)
     config = BODIES[kind][0](**SIZES, **OWN[kind], linear=settings.linear, bitnet_scale=scale)
     size, bits = tokenizer().vocab_size, BITS if "sign" in arm or "code" in arm else 0
     model = build_model(ModelDescription(settings, kind, config, size, bits, 1.5), _fixed(settings, size, bits))

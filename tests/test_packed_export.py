@@ -77,6 +77,14 @@ def test_what_is_rounded_and_what_is_not(tmp_path):
     assert all(torch.equal(loaded[name], trained[name].half().float()) for name in rounded)
 
 
+def test_lengths_beyond_a_byte(tmp_path):
+    checkpoint = little_checkpoint(tmp_path / "arm", "kron/table/none/float", positions=300)
+    export_file(checkpoint, tmp_path / "a.tfree", EXACT)
+    PackedModel.open(tmp_path / "a.tfree").verify()
+    assert tensors_of(tmp_path / "a.tfree")["interface.lengths"][0] == "uint32"
+    assert torch.equal(nll(PackedModel.open(tmp_path / "a.tfree").load_model()), nll(checkpoint.load_model()))
+
+
 def test_a_tied_table_is_stored_once(tmp_path):
     export_file(little_checkpoint(tmp_path / "arm", "table/tied/none/float"), tmp_path / "a.tfree", Rounding())
     names = tensors_of(tmp_path / "a.tfree")
