@@ -267,6 +267,14 @@ def test_slots_take_turns(path, original):
         assert struct.unpack("<7I", file.read("codes.words")) == (5, 6, 0, 1, 2, 3, 4)
 
 
+def test_the_last_generation_takes_no_more(path, original):
+    offset, count, _, crc32 = struct.unpack_from("<QQII", original, SLOTS[0])
+    path.write_bytes(last := with_slot(original, offset, count, 2**32 - 1, crc32))
+    with PackedFile(path) as file, pytest.raises(UserError, match="a.tfree: was appended to as often as a file can be"):
+        append_rows(file, {}, [])
+    assert path.read_bytes() == last
+
+
 def test_only_one_process_appends(path, original):
     path.write_bytes(original)
     row = NewTensor("codes.words", "uint32", (1, 1), [bytes(4)])

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from models.files import new_file
-from models.packed.file import ALIGNMENT, HEADER, MAGIC, MOST_INDEX, SLOTS, VERSION, PackedFile, Section, Slot, row_bytes
+from models.packed.file import (
+    ALIGNMENT,
+    HEADER,
+    MAGIC,
+    MOST_GENERATION,
+    MOST_INDEX,
+    SLOTS,
+    VERSION,
+    PackedFile,
+    Section,
+    Slot,
+    row_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,8 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
     read. Raises UserError when another process appends, or did since ``old`` was opened; OSError when the disk refuses (nothing has
     changed then); ValueError for rows that do not fit.
     """
+    if old.slot.generation >= MOST_GENERATION:
+        raise old.fault("was appended to as often as a file can be; export it anew")
     with old.path.open("r+b", buffering=0) as file:  # what a buffer still held would be written after the file was cut back
         _lock(file, old)
         try:
