@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from models.errors import UserError
-from models.evaluation.scoring import Ids
 from models.files import read_json
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
 from models.generation.torch_reader import TorchReader
+from models.harness.scoring import Ids
 from models.settings import ArmSettings, RunSettings, from_nested
 from models.training.checkpoint import MANIFEST, Checkpoint
 from models.training.loop import autocast
