@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define TF_EXPORT __attribute__((visibility("default"))) /* the library's other symbols are hidden */
+
 enum { TF_TERNARY, TF_INT8, TF_FLOAT16, TF_FLOAT32 }; /* kinds of matrices, as the packed file holds them */
 
 typedef struct {
@@ -50,34 +52,43 @@ typedef struct tf_backend {
     int row_block; /* ranges of rows begin at multiples of it */
 
     size_t (*quantised_bytes)(int columns);
-    /* kernels/bitlinear without gains: x/sqrt(mean(x^2) + eps), then int8 by its largest magnitude, rounding half to even. */
+    /* kernels/bitlinear without gains: x/sqrt(mean(x^2) + eps), then int8 by its largest magnitude, rounding half to even.
+     * All backends give the same bits. A NaN or infinity in x: q is 0 and step NaN, so that every product is NaN. */
     void (*quantise)(const float *x, int columns, float eps, int8_t *q, float *step, int32_t *sum);
-    /* y[t * y_stride + r] = scale * <row r, x_t> + bias[r] for rows [begin, end); integer sums of TF_TERNARY are exact. */
+    /* y[t * y_stride + r] = scale * <row r, x_t> + bias[r] for rows [begin, end); integer sums of TF_TERNARY are exact, and a
+     * row's other sums are taken in the same order for any number of tokens: a token gives the same bits alone and among others. */
     void (*multiply)(const tf_matrix *w, const tf_input *x, float *y, size_t y_stride, int begin, int end);
     /* out[columns] += factor * row (dequantised; TF_INT8, TF_FLOAT16, TF_FLOAT32). */
     void (*add_row)(const tf_matrix *w, int row, float factor, float *out);
 
-    /* Sign codes: file rows of ceil(bits/32) uint32 words, bit k of the code in bit k % 32 of word k / 32, set = +1. */
+    /* Sign codes: file rows of ceil(bits/32) uint32 words, bit k of the code in bit k % 32 of word k / 32, set = +1;
+     * the last word's spare bits are 0. */
     size_t (*codes_bytes)(int count, int bits);
     void (*form_codes)(void *form, int capacity, int bits, int first, int count, const uint32_t *words);
     void (*code_words)(const void *form, int capacity, int bits, int id, uint32_t *words); /* back again, for the interface */
     size_t (*code_tables_bytes)(int bits);
     void (*make_code_tables)(const float *hidden, int bits, tf_code_tables *tables);
     int code_block; /* ranges of ids begin at multiples of it */
-    /* scores[id - begin] = approximate score + prior[id] (prior may be NULL) for ids [begin, end); returns the largest (NaN: none). */
+    /* scores[id - begin] = approximate score + prior[id] (prior may be NULL) for ids [begin, end); returns the largest (NaN
+     * is passed over; -infinity when there is nothing else). */
     float (*score_codes)(const void *form, int capacity, int bits, const tf_code_tables *tables, const float *prior, int begin, int end,
                          float *scores);
     /* The score without prior, from the float hidden state itself, summed in fp32 in an order that depends on bits only. */
     float (*exact_score)(const void *form, int capacity, int bits, int id, const float *hidden);
 
-    /* Attention of `queries` (query head h of head group g at q + h * width) to the first `used` slots, mean of values by softmax of
-     * scale * <q, k>. One call is one token's query heads that share a key/value head. */
+    /* Attention of `queries` (query head h of the group, and its result, at h * width) to the slots [from, used), at least one: `out`
+     * gets the mean of their values by softmax of scale * <q, k>; peak[h] the largest scale * <q, k> and total[h] the sum of
+     * exp(scale * <q, k> - peak[h]), so that means over several ranges can be merged. A query's result does not depend on the other
+     * queries of the call. One call is one token's query heads that share a key/value head; the engine keeps a cache in blocks of
+     * `slots` slots and calls once for each. TF_KV_INT8 rounds a vector to 127 steps of its largest magnitude (below 1e-30: zeros;
+     * not finite: all NaN). */
     size_t (*kv_bytes)(int kind, int slots, int heads, int width);
     void (*kv_store)(int kind, void *kv, int slots, int heads, int width, int slot, int head, const float *vector);
     void (*attend)(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q, int queries,
-                   float scale, int from, int used, float *scratch /* queries * used floats */, float *out);
+                   float scale, int from, int used, float *scratch /* queries * (used - from) floats */, float *out, float *peak,
+                   float *total);
 
-    /* Elementwise, in place or not. */
+    /* Elementwise, in place or not. Gains and bias may be NULL: 1 and 0. cos, sin: width/2 values. */
     void (*rms_norm)(const float *x, const float *gain, int n, float eps, float *out);
     void (*layer_norm)(const float *x, const float *gain, const float *bias, int n, float eps, float *out);
     void (*gelu)(float *x, int n);                         /* tanh form */
@@ -90,6 +101,6 @@ const tf_backend *tf_portable_backend(void);
 const tf_backend *tf_avx2_backend(void); /* NULL when not compiled in */
 const tf_backend *tf_neon_backend(void); /* NULL when not compiled in */
 /* The fastest one that this processor runs; `name` (may be NULL) asks for one, NULL is returned when it cannot run. */
-const tf_backend *tf_choose_backend(const char *name);
+TF_EXPORT const tf_backend *tf_choose_backend(const char *name);
 
 #endif

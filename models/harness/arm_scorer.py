@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from models.errors import UserError
-from models.evaluation.scoring import Ids
 from models.files import read_json
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
+from models.generation.torch_reader import TorchReader
+from models.harness.scoring import Ids
 from models.settings import ArmSettings, RunSettings, from_nested
 from models.training.checkpoint import MANIFEST, Checkpoint
 from models.training.loop import autocast
@@ -47,7 +48,7 @@ class ArmScorer:
 
     def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:
         with autocast(self._settings, self._device):
-            return [completion.text for completion in complete(self._model, self._tokenizer, prompts, settings)]
+            return [completion.text for completion in complete(TorchReader(self._model), self._tokenizer, prompts, settings)]
 
     def describe(self) -> dict[str, Any]:
         weights = read_json(self._checkpoint.path / MANIFEST)["files"]["model.safetensors"]

@@ -1,0 +1,134 @@
+"""The engine's C sources as a shared library, compiled on first use and kept in a cache.
+
+    python -m models.engine.build          # compile (or find) the library and print its path
+
+The library's name is a digest of the sources, the flags and the compiler, so that none is ever stale. The cache folder is
+$TABLEFREE_CACHE, by default ~/.cache/tablefree. The compiler is $CC, else cc, gcc or clang, else the
+one in the ziglang wheel (``pip install ziglang``, for computers without a compiler).
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from models.errors import UserError
+from models.files import sync
+
+NATIVE = Path(__file__).parent / "native"
+LIMIT_S = 300  # for one file; the longest takes a few seconds
+X86 = ("x86_64", "AMD64")
+
+# ffp-contract=off: every backend gives the same bits in elementwise functions. The two -fno- let loops with sqrt, or with a choice
+# between two values, become vectors; they change no result, as nothing here reads errno or the floating-point exception flags.
+FLAGS = ["-O3", "-std=c11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+EXTENSIONS = {"kernels_avx2.c": ["-mavx2", "-mfma", "-mf16c"]}  # chosen at run time, native/dispatch.c
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
+LINK = ["-shared", "-pthread", "-lm"]
+
+
+class NoCompiler(UserError):
+    """There is nothing here that compiles C."""
+
+
+class CompilerFailed(UserError):
+    """The compiler was found, but made no library."""
+
+
+def ensure_library(sanitize: bool = False) -> Path:
+    """Path of the compiled library, made now if it is not in the cache.
+
+    sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer (the process needs libasan preloaded).
+    Any number of processes may ask at once: each compiles in a folder of its own, and the last step is a rename.
+    Raises NoCompiler, CompilerFailed, or OSError (a cache folder that cannot be written).
+    """
+    compiler = find_compiler()
+    sources = sorted(NATIVE.glob("*.c"))
+    library = cache_folder() / f"engine-{_digest(compiler, sources, sanitize)}.so"
+    if not library.exists():
+        _make(library, compiler, sources, sanitize)
+    return library
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept; made by ``ensure_library``."""
+    return Path(os.environ.get("TABLEFREE_CACHE") or Path.home() / ".cache" / "tablefree")
+
+
+def find_compiler() -> list[str]:
+    """The command that compiles C; NoCompiler says what to install. A $CC that does not exist is an error, not passed over."""
+    if named := os.environ.get("CC", "").strip():
+        command = shlex.split(named)
+        if shutil.which(command[0]):
+            return command
+        raise NoCompiler(f"CC={named}: no such program; name a C compiler, or unset CC")
+    for name in ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return [found]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    system = "xcode-select --install" if sys.platform == "darwin" else "Debian: apt install gcc libc6-dev"
+    raise NoCompiler(f"no C compiler: install gcc or clang ({system}), or `pip install ziglang`")
+
+
+def _digest(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
+    digest = hashlib.sha256()
+    for path in [*sources, *sorted(NATIVE.glob("*.h"))]:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    program = Path(shutil.which(compiler[0]) or compiler[0]).resolve().stat()  # quicker than asking it for its version
+    options = [_flags("", sanitize), EXTENSIONS, LINK, platform.machine(), sys.platform]
+    digest.update(repr([compiler, program.st_size, program.st_mtime_ns, options]).encode())
+    return digest.hexdigest()[:24]
+
+
+def _flags(source: str, sanitize: bool) -> list[str]:
+    extensions = EXTENSIONS.get(source, []) if platform.machine() in X86 else []
+    return FLAGS + extensions + (SANITIZE if sanitize else [])
+
+
+def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
+        objects = []
+        for source in sources:
+            objects.append(str(Path(folder, source.stem + ".o")))
+            _run([*compiler, *_flags(source.name, sanitize), "-c", str(source), "-o", objects[-1]], folder)
+        made = Path(folder, library.name)
+        _run([*compiler, *_flags("", sanitize), *objects, *LINK, "-o", str(made)], folder)
+        sync(made)  # else a crash could leave the name without its contents
+        made.replace(library)
+
+
+def _run(command: list[str], folder: str) -> None:
+    """Run the compiler; its own temporary files go into ``folder``, and no process of it outlives the time limit."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=os.environ | {"TMPDIR": folder}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=LIMIT_S)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            hint = f"not finished after {LIMIT_S} s, stopped; try another compiler (CC=...)"
+            raise CompilerFailed(f"{shlex.join(command)}: {hint}") from None
+        raise
+    if process.returncode:
+        last = "\n".join(said.strip().splitlines()[-15:])
+        raise CompilerFailed(f"{shlex.join(command)}: exit code {process.returncode}\n{last}")
+
+
+if __name__ == "__main__":
+    from models.cli import run_cli
+
+    run_cli(lambda _: print(ensure_library()) or 0)

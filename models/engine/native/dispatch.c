@@ -1,0 +1,24 @@
+/* Which inner loops this processor runs. */
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* What kernels_avx2.c is compiled for; half floats are a bit of their own, which __builtin_cpu_supports knows only in new compilers. */
+static int runs_avx2(void) {
+    unsigned a, b, c, d;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    return __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
+}
+#else
+static int runs_avx2(void) { return 0; }
+#endif
+
+const tf_backend *tf_choose_backend(const char *name) {
+    const tf_backend *found[] = {runs_avx2() ? tf_avx2_backend() : NULL, tf_neon_backend(), tf_portable_backend()};
+    for (size_t i = 0; i < sizeof found / sizeof *found; i++)
+        if (found[i] && (!name || !strcmp(name, found[i]->name))) return found[i];
+    return NULL;
+}

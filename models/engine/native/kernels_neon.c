@@ -1,0 +1,2 @@
+#include "kernels.h"
+const tf_backend *tf_neon_backend(void) { return NULL; }

@@ -1,0 +1,47 @@
+/* Tables of 16 bytes for each 4 bits of a code, as byte shuffles take them (pshufb, vqtbl1q).
+ *
+ * Entry of group g (hidden values h) for bits b: round((<h, signs(b)> + S_g)/u), S_g = sum |h| of the group, u = max S_g/127.5. It is
+ * within 0 .. 255, and off by at most u/2; so with G groups
+ *     |u sum(entries) - sum S_g - <hidden, code>| <= G u/2,
+ * and the fp32 rounding of quotient and sums on top: 2^-13 u a group is more than the quotient's (255 u times 3 * 2^-24). */
+#ifndef TF_LUT8_H
+#define TF_LUT8_H
+
+#include "codes.h"
+
+/* Two groups a byte of the code, also where a code has spare bits: those meet zeros. */
+static inline size_t lut8_bytes(int bits) { return tf_code_bytes(bits) * 2 * 16; }
+
+static inline void lut8_constant(tf_code_tables *tables, int bits, float start, float error) {
+    memset(tables->tables, 0, lut8_bytes(bits));
+    tables->unit = 0.0f, tables->start = start, tables->error = error;
+}
+
+static inline void lut8_tables(const float *hidden, int bits, tf_code_tables *tables) {
+    uint8_t *entry = tables->tables;
+    int groups = (int)tf_code_bytes(bits) * 2;
+    float sums[16], largest = 0.0f, total = 0.0f, factor = tf_code_factor(bits);
+    for (int g = 0; g < groups; g++) {
+        float magnitude = tf_signed_sums(hidden, bits, 4 * g, sums);
+        total += magnitude;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    if (!(total < 1e38f)) { /* NaN, infinite, or sums of it could be */
+        lut8_constant(tables, bits, NAN, NAN);
+        return;
+    }
+    if (largest < 1e-30f) { /* 127.5/largest could be infinite; every score is within the total of 0 */
+        lut8_constant(tables, bits, 0.0f, total * factor);
+        return;
+    }
+    float inverse = 127.5f / largest, unit = largest / 127.5f;
+    for (int g = 0; g < groups; g++, entry += 16) {
+        float magnitude = tf_signed_sums(hidden, bits, 4 * g, sums);
+        for (int b = 0; b < 16; b++) entry[b] = (uint8_t)tf_nearest((sums[b] + magnitude) * inverse);
+    }
+    tables->unit = unit * factor;
+    tables->start = -total * factor;
+    tables->error = ((float)groups * (0.5f + 0x1p-13f) * unit + tf_sum_error(bits, total)) * factor;
+}
+
+#endif

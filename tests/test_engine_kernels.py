@@ -1,0 +1,311 @@
+"""The CPU engine's inner loops, each backend against numpy in fp64 or exact integers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bench.native import FLOAT16, FLOAT32, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend
+from kernels.bitlinear import pack_ternary, packed_bit_linear
+from models.engine.build import ensure_library
+
+NAMES = ("portable", "avx2", "neon")
+SIZES = [(1, 1), (3, 5), (4, 127), (5, 128), (9, 130), (66, 640), (7, 1024), (6, 2100), (2, 4097)]  # rows, columns
+
+
+@pytest.fixture(params=NAMES)
+def backend(request) -> Backend:
+    try:
+        return Backend(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Codes [N, K] (value + 1) -> the file's bytes [N, ceil(K/4)], written from the format's definition."""
+    rows, columns = codes.shape
+    wide = np.ones((rows, -(-columns // 4) * 4), np.uint8)
+    wide[:, :columns] = codes
+    return sum(wide[:, i::4] << 2 * i for i in range(4)).astype(np.uint8)
+
+
+# Ternary matrices
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_ternary_sums_are_exact(backend, rng, size) -> None:
+    rows, columns = size
+    codes = rng.integers(0, 3, (rows, columns), np.uint8)
+    scale, bias = rng.random(rows, np.float32), rng.standard_normal(rows, np.float32)
+    matrix = backend.matrix(TERNARY, packed(codes), columns, scale, bias)
+    for tokens in (1, 2, 3, 35):
+        given = backend.quantised(rng.standard_normal((tokens, columns), np.float32))
+        q, step, total = given.kept
+        sums = q[:, :columns].astype(np.int64) @ (codes.T.astype(np.int64) - 1)
+        assert (q[:, columns:] == 0).all() and (total == q.sum(axis=1, dtype=np.int64)).all()
+        expected = sums.astype(np.float32) * step[:, None] * scale + bias
+        assert np.array_equal(backend.multiply(matrix, given), expected)
+
+
+def test_ternary_extremes_do_not_overflow(backend) -> None:
+    """The largest sums there are: every q 127 or -127 and every weight the same, over more columns than any 16-bit sum can take."""
+    for value in (-1, 1):
+        matrix = backend.matrix(TERNARY, packed(np.full((4, 5000), value + 1, np.uint8)), 5000, 1.0)
+        for sign in (-1, 1):
+            given = backend.quantised(np.full((3, 5000), sign, np.float32))
+            assert (given.kept[0][:, :5000] == 127 * sign).all()
+            expected = np.float32(127 * 5000 * value * sign) * given.kept[1]
+            assert np.array_equal(backend.multiply(matrix, given), np.repeat(expected[:, None], 4, axis=1))
+
+
+def test_ternary_layer_equals_bitlinear(backend) -> None:
+    weight, x = torch.randn(70, 320), torch.randn(9, 320) * torch.logspace(-3, 3, 9)[:, None]
+    codes, scale = pack_ternary(weight)
+    expected = packed_bit_linear(x, codes, scale, eps=1e-6, impl="eager")
+    matrix = backend.matrix(TERNARY, codes.numpy(), 320, float(scale))
+    ours = torch.from_numpy(backend.multiply(matrix, backend.quantised(x.numpy())))
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=1e-6)
+
+
+def test_quantise_extremes(backend) -> None:
+    columns = 37
+    rows = np.zeros((6, columns), np.float32)
+    rows[1, 5], rows[2, 6] = np.nan, -np.inf
+    rows[3] = 3e38
+    rows[4, 0] = 1e-44
+    rows[5] = np.linspace(-127, 127, columns)
+    q, step, total = backend.quantise(rows)
+    assert (q[:3] == 0).all() and (total[:3] == 0).all() and np.isfinite(step[0]) and np.isnan(step[1:3]).all()
+    assert (q[3, :columns] == 127).all() and np.isfinite(step).tolist() == [True, False, False, True, True, True]
+    y = rows[5] / np.sqrt(np.mean(rows[5].astype(np.float64) ** 2) + 1e-6)
+    assert np.array_equal(q[5, :columns], np.rint(y * 127 / y.max()).astype(np.int8))
+    assert math.isclose(step[5], y.max() / 127, rel_tol=1e-6)
+
+
+def test_backends_quantise_to_the_same_bits(backend, rng) -> None:
+    x = rng.standard_normal((20, 333), np.float32) * 10.0 ** rng.integers(-6, 7, (20, 1)).astype(np.float32)
+    for ours, plain in zip(backend.quantise(x), Backend("portable").quantise(x), strict=True):
+        assert np.array_equal(ours, plain)
+
+
+def test_only_the_rows_asked_for_are_written(backend, rng) -> None:
+    codes, floats = rng.integers(0, 3, (43, 200), np.uint8), rng.standard_normal((43, 200), np.float32)
+    x, begin, end = rng.standard_normal((2, 200), np.float32), 3 * backend.functions.row_block, 43
+    for matrix, given in (
+        (backend.matrix(TERNARY, packed(codes), 200, 1.0), backend.quantised(x)),
+        (backend.matrix(FLOAT32, floats, 200), backend.floats(x)),
+    ):
+        part, whole = backend.multiply(matrix, given, begin, end), backend.multiply(matrix, given)
+        assert np.isnan(part[:, :begin]).all() and np.array_equal(part[:, begin:], whole[:, begin:])
+
+
+# Other matrices
+
+
+def rows_of(kind: int, rng, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(file rows, values in fp64, scale)"""
+    if kind == INT8:
+        values, scale = rng.integers(-128, 128, (rows, columns)).astype(np.int8), rng.random(rows, np.float32)
+        return values, values * scale[:, None].astype(np.float64), scale
+    values = rng.standard_normal((rows, columns)).astype(np.float16 if kind == FLOAT16 else np.float32)
+    return values, values.astype(np.float64), None
+
+
+@pytest.mark.parametrize("kind", [INT8, FLOAT16, FLOAT32])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_times_floats(backend, rng, kind, size) -> None:
+    rows, columns = size
+    file_rows, values, scale = rows_of(kind, rng, rows, columns)
+    bias = rng.standard_normal(rows, np.float32)
+    matrix = backend.matrix(kind, file_rows, columns, scale, bias)
+    x = rng.standard_normal((8, columns), np.float32)
+    together = backend.multiply(matrix, backend.floats(x))
+    magnitude = np.abs(x.astype(np.float64)) @ np.abs(values.T) + np.abs(bias)
+    assert (np.abs(together - (x.astype(np.float64) @ values.T + bias)) <= (columns / 8 + 8) * 2.0**-24 * magnitude).all()
+    alone = np.concatenate([backend.multiply(matrix, backend.floats(x[t : t + 1])) for t in range(8)])
+    assert np.array_equal(alone, together)
+
+    out = bias[0] + np.zeros(columns, np.float32)
+    backend.functions.add_row(matrix, rows - 1, 1.5, out.ctypes.data)
+    assert np.allclose(out, bias[0] + 1.5 * values[-1], rtol=1e-6, atol=1e-6 * np.abs(values).max())
+
+
+def test_every_half_float(backend) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)[:, None]
+    matrix = backend.matrix(FLOAT16, halves, 1)
+    assert np.array_equal(backend.multiply(matrix, backend.floats(np.ones((1, 1), np.float32)))[0], halves[:, 0], equal_nan=True)
+
+
+# Sign codes
+
+
+def words_of(signs: np.ndarray) -> np.ndarray:
+    """Booleans [V, K] -> the file's words uint32 [V, ceil(K/32)]."""
+    wide = np.zeros((len(signs), -(-signs.shape[1] // 32) * 32), np.uint8)
+    wide[:, : signs.shape[1]] = signs
+    return np.packbits(wide, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8, 33, 64, 510, 512, 1024, 1033, 2100])
+def test_scores_are_within_their_bound(backend, rng, bits) -> None:
+    count = 100
+    signs = rng.random((count, bits)) < 0.5
+    codes = backend.codes(words_of(signs), bits, capacity=130)
+    prior = rng.standard_normal(count, np.float32)
+    for hidden in (rng.standard_normal(bits), rng.standard_cauchy(bits), np.full(bits, -1e-3), np.eye(1, bits)[0] * 1e20):
+        hidden = hidden.astype(np.float32)
+        exact = np.where(signs, 1, -1) @ hidden.astype(np.float64) / math.sqrt(bits)
+        tables = backend.code_tables(hidden)
+        scores, largest = backend.score(codes, tables, 0, count)
+        assert np.abs(scores - exact).max() <= tables.error and largest == scores.max()
+        assert tables.error <= 1.1 * np.abs(hidden).max() * 4 / 255 * (bits / 4 + 1) / math.sqrt(bits)
+        rescored = [backend.exact_score(codes, hidden, token) for token in range(count)]
+        assert np.abs(rescored - exact).max() <= 1e-6 * np.abs(hidden, dtype=np.float64).sum()
+
+        begin = backend.functions.code_block
+        part, largest = backend.score(codes, tables, begin, count - 1, prior)
+        assert np.array_equal(part, scores[begin:-1] + prior[begin:-1]) and largest == part.max()
+
+
+def test_the_bound_is_near_what_happens(rng) -> None:
+    """A hidden state that takes every entry to a half: errors come near the bound, so it is not merely large."""
+    backend = Backend()
+    if backend.name == "portable":
+        pytest.skip("its tables hold floats")
+    bits = 512
+    hidden = np.full(bits, 0.25, np.float32)
+    signs = np.tile([True, True, True, False], (1, bits // 4))  # (0.5 + 1) * 127.5 = 191.25 of 255 in every group
+    scores, _ = backend.score(backend.codes(words_of(signs), bits), backend.code_tables(hidden), 0, 1)
+    exact = hidden[0] * bits / 2 / math.sqrt(bits)
+    tables = backend.code_tables(hidden)
+    assert 0.4 * tables.error < abs(float(scores[0]) - exact) <= tables.error
+
+
+def test_code_words_come_back(backend, rng) -> None:
+    for bits in (1, 33, 64, 510):
+        words = words_of(rng.random((77, bits)) < 0.5)
+        codes, row = backend.codes(words, bits), np.empty_like(words[0])
+        for token in range(77):
+            backend.functions.code_words(codes.form.address, codes.capacity, bits, token, row.ctypes.data)
+            assert np.array_equal(row, words[token])
+
+
+def test_scores_of_hidden_states_that_are_not_finite(backend, rng) -> None:
+    codes = backend.codes(words_of(rng.random((50, 40)) < 0.5), 40)
+    for bad in (np.nan, np.inf, -np.inf):
+        hidden = np.zeros(40, np.float32)
+        hidden[39] = bad
+        tables = backend.code_tables(hidden)
+        scores, largest = backend.score(codes, tables, 0, 50)
+        assert not np.isfinite(tables.error) and not np.isfinite(scores).any() and largest in (np.inf, -np.inf)
+    zeros, largest = backend.score(codes, backend.code_tables(np.zeros(40, np.float32)), 0, 50)
+    assert (zeros == 0).all() and largest == 0
+
+
+# Attention
+
+
+@pytest.mark.parametrize("kind", [KV_FLOAT16, KV_INT8])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 2, 20, 2), (5, 1, 256, 4), (131, 2, 64, 3), (70, 1, 13, 7)], ids=str)
+def test_attention(backend, rng, kind, shape) -> None:
+    slots, heads, width, queries = shape
+    keys, values = rng.standard_normal((2, slots, heads, width), np.float32)
+    kv = backend.keys_values(kind, keys, values)
+    q, scale = rng.standard_normal((queries, width), np.float32), width**-0.5
+    for head, begin, end in ((0, 0, slots), (heads - 1, slots // 2, slots), (0, 0, (slots + 1) // 2)):
+        k, v = (stored(kind, vectors[begin:end, head]) for vectors in (keys, values))
+        logits = q @ k.T * scale
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        expected = weights @ v / weights.sum(axis=1, keepdims=True)
+        mean, peak, total = backend.attend(kv, q, head, scale, begin, end)
+        assert np.abs(mean - expected).max() < 2e-6
+        assert np.allclose(peak, logits.max(axis=1), atol=1e-5) and np.allclose(total, weights.sum(axis=1), rtol=1e-5)
+        alone = [backend.attend(kv, q[i : i + 1], head, scale, begin, end) for i in range(queries)]
+        assert all((np.concatenate(parts) == whole).all() for parts, whole in zip(zip(*alone), (mean, peak, total)))
+
+
+def stored(kind: int, vectors: np.ndarray) -> np.ndarray:
+    """What a cache keeps of vectors [slots, width], in fp64."""
+    if kind == KV_FLOAT16:
+        return vectors.astype(np.float16).astype(np.float64)
+    largest = np.abs(vectors).max(axis=1, keepdims=True)
+    return np.rint(vectors * (np.float32(127) / largest)) * (largest / 127).astype(np.float64)
+
+
+def test_attention_over_extremes(backend) -> None:
+    """Scores of +-1e4 do not overflow; a slot that is not finite makes its readers NaN, and only those."""
+    keys, values = np.ones((3, 1, 8), np.float32), np.ones((3, 1, 8), np.float32)
+    keys[1], values[1] = -1, 5
+    values[2, 0, 3] = np.nan
+    q = np.full((1, 8), 1e4, np.float32)
+    for kind in (KV_FLOAT16, KV_INT8):
+        kv = backend.keys_values(kind, keys, values)
+        assert np.allclose(backend.attend(kv, q, 0, 1.0, 0, 2)[0], 1, rtol=1e-3)
+        assert np.isnan(backend.attend(kv, q, 0, 1.0, 1, 3)[0]).any()
+
+
+# Elementwise
+
+
+def applied(function, *arrays: np.ndarray, count: int) -> np.ndarray:
+    """The last array after an in-place function."""
+    arrays = [array.astype(np.float32) for array in arrays]
+    function(*(array.ctypes.data for array in arrays), count)
+    return arrays[-1]
+
+
+def test_activations(backend) -> None:
+    x = np.concatenate([np.linspace(-12, 12, 24001), np.logspace(-30, 1, 99), -np.logspace(-30, 1, 99)]).astype(np.float32)
+    wide, ones = x.astype(np.float64), np.ones_like(x)
+    silu = wide / (1 + np.exp(-wide))
+    gelu = wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+    f = backend.functions
+    assert np.allclose(applied(f.silu_mul, x, ones, count=x.size), silu, rtol=1e-6, atol=0)
+    near = np.abs(x) < 5  # beyond, the rounding of the exponent itself is multiplied by it
+    for result in (applied(f.gelu, x, count=x.size), applied(f.gelu_mul, x, ones, count=x.size)):
+        assert np.allclose(result[near], gelu[near], rtol=1e-5, atol=0) and np.allclose(result, gelu, rtol=1e-6, atol=1e-9)
+
+
+def test_activations_of_extremes(backend) -> None:
+    x = np.array([0.0, np.inf, 3e38, 200.0, -200.0, -3e38, -np.inf, np.nan])
+    f, ones = backend.functions, np.ones(x.size)
+    for function in (f.gelu_mul, f.silu_mul):
+        result = applied(function, x, ones, count=x.size)
+        assert np.array_equal(result[:6], [0, np.inf, np.float32(3e38), 200, 0, 0]) and np.isnan(result[6:]).all()
+
+
+@pytest.mark.parametrize("n", [1, 7, 640, 1001])
+def test_norms(backend, rng, n) -> None:
+    x, gain, bias = rng.standard_normal((3, n), np.float32)
+    wide, out = x.astype(np.float64), np.empty(n, np.float32)
+    f, x_at, out_at = backend.functions, x.ctypes.data, out.ctypes.data
+    rms = wide / np.sqrt(np.mean(wide**2) + 1e-5)
+    normal = (wide - wide.mean()) / np.sqrt(wide.var() + 1e-5)
+    f.rms_norm(x_at, gain.ctypes.data, n, 1e-5, out_at)
+    assert np.allclose(out, rms * gain, rtol=1e-6, atol=1e-6)
+    f.layer_norm(x_at, gain.ctypes.data, bias.ctypes.data, n, 1e-5, out_at)
+    assert np.allclose(out, normal * gain + bias, rtol=1e-5, atol=1e-5)
+    f.layer_norm(x_at, None, None, n, 1e-5, out_at)
+    assert np.allclose(out, normal, rtol=1e-5, atol=1e-5)
+    f.rms_norm(x_at, None, n, 1e-5, x_at)  # in place
+    assert np.allclose(x, rms, rtol=1e-6, atol=1e-6)
+
+
+def test_rotation(backend, rng) -> None:
+    width = 22
+    x, angle = rng.standard_normal(width, np.float32), rng.standard_normal(width // 2)
+    turned = (x[: width // 2] + 1j * x[width // 2 :]) * np.exp(1j * angle)
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    backend.functions.rotate(x.ctypes.data, cos.ctypes.data, sin.ctypes.data, width)
+    assert np.allclose(x, np.concatenate([turned.real, turned.imag]), rtol=1e-6, atol=1e-6)
+
+
+def test_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot run the backend 'sse1'"):
+        Backend("sse1", ensure_library())
