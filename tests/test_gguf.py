@@ -13,6 +13,8 @@ from models.arm import build_model
 from models.convert.transformers_checkpoint import from_transformers, load_transformers, locate
 from models.data.shards import TokenData
 from models.errors import UsageError, UserError
+from models.generation.loop import complete
+from models.generation.settings import GenerationSettings
 from models.packed.__main__ import main
 from models.packed.gguf import export_gguf, require_supported, write_gguf
 from models.packed.gguf_tokenizer import tokenizer_fields
@@ -170,12 +172,26 @@ def test_a_tokenizer_that_llama_cpp_would_not_follow_is_refused():
     assert {*fields.types[270:]} == {gguf.TokenType.UNUSED} and fields.types[0] == gguf.TokenType.CONTROL
 
 
-def llama_cpp(program: str, *arguments) -> str:
-    done = subprocess.run([Path(LLAMA) / program, *map(str, arguments)], capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return done.stdout.decode(errors="replace")
-
-
-def greedy_of_llama_cpp(path: Path, prompt: str, count: int) -> str:
+def greedy_of_llama_cpp(path: Path, prompt: str, count: int) -> bytes:
+    """What llama.cpp writes behind the prompt, with float32 keys and values."""
     flags = ("--temp", 0, "-no-cnv", "--no-display-prompt", "-t", 1, "-ctk", "f32", "-ctv", "f32", "-fa", "off", "-c", 128)
-    return llama_cpp("llama-completion", "-m", path, "-p", prompt, "-n", count, *flags)
+    command = [Path(LLAMA) / "llama-completion", "-m", path, "-p", prompt, "-n", count, *flags]
+    done = subprocess.run([*map(str, command)], capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return done.stdout
+
+
+@needs_llama
+@pytest.mark.parametrize(("head", "scale"), [("table", 0.0), ("tied", 2.5)])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_llama_cpp_draws_the_same_tokens(data_dir, tmp_path, kind, head, scale):
+    changes = {"llama": {"kv_heads": 2, "theta": 500.0}, "gemma3": {"query_pre_attn_scalar": 8.0}, "gpt2": {}}
+    model, tokenizer = random_arm(data_dir, kind, head, scale, **changes[kind])
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", "float32")
+    prompt = "The river runs past 12 houses"
+    settings = GenerationSettings(temperature=0.0, max_tokens=64)
+    (ours,) = complete(model, tokenizer, [prompt], settings)
+    assert len(ours.tokens) > 8
+    tokens = tokenizer.token_bytes()
+    expected = b"".join(tokens[token] for token in ours.tokens)
+    assert greedy_of_llama_cpp(tmp_path / "model.gguf", prompt, 64) == expected

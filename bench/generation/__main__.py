@@ -94,11 +94,13 @@ def run_make(arguments: argparse.Namespace) -> None:
 
 
 def run_measure(arguments: argparse.Namespace) -> None:
-    from bench.generation.providers import LlamaCpp, Points
+    from bench.generation.providers import LlamaCpp, Points, require_context
     from bench.generation.rows import latest_rows, make_rows, table, take_turns, write_rows
 
     providers = find_providers(arguments)
     points = Points(arguments.depths, arguments.tokens, arguments.prefill)
+    for path in [*arguments.models, *arguments.eager]:
+        require_context(path, points)
     turns = [(provider, threads) for threads in arguments.threads for provider in providers]
     found = take_turns(turns, points, arguments.rounds, lambda line: print(line, file=sys.stderr, flush=True))
     base = next((provider.name for provider in providers if isinstance(provider, LlamaCpp)), providers[-1].name)

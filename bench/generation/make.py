@@ -54,7 +54,7 @@ def make(out: Path, preset: str, arm: str, vocab_size: int | None = None, code_b
         random_codes(data.vocab_size, code_bits or shape.code_bits, 0, tokenizer=data.tokenizer.fingerprint).save(codes)
         checkpoint = _checkpoint(Path(folder), settings, data, load_data(settings.arm, data, codes))
         if out.suffix == ".gguf":
-            export_gguf(checkpoint, out, "f16")
+            export_gguf(checkpoint, out, "float16")
         else:
             export_file(checkpoint, out, Rounding())
 

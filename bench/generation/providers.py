@@ -159,6 +159,14 @@ def bytes_per_token(path: Path) -> int:
         return sum(t.nbytes for name, t in file.tensors.items() if name.startswith(parts) and name != "body.position")
 
 
+def require_context(path: Path, points: Points) -> None:
+    """Raise UserError when the points go beyond the context of a packed file."""
+    with PackedFile(path) as file:
+        context, asked = file.model["body"]["context"], max(points.depths[-1] + points.tokens, points.prefill)
+        if asked > context:
+            raise file.fault(f"its context is {context:,} tokens, and {asked:,} are asked for; give smaller --depths or --prefill")
+
+
 def find_program(path: Path) -> Path:
     """``path`` if it is a program. Raises UserError."""
     if not path.is_file() or not os.access(path, os.X_OK):

@@ -24,6 +24,7 @@ ALIGNMENT = 64
 SLOTS = (16, 48)
 MOST_INDEX = 16 << 20  # bytes: of JSON a reader holds some twenty times as many in memory
 MOST_DIMENSIONS = 4
+MOST_GENERATION = (1 << 32) - 1
 DTYPES = {"uint8": 1, "int8": 1, "uint32": 4, "int64": 8, "float16": 2, "float32": 4}  # bytes of one number
 _SLOT = struct.Struct("<QQIIII")  # index offset, index bytes, generation, crc32 of the index, crc32 of the 24 bytes before, zero
 _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from models.files import new_file
-from models.packed.file import ALIGNMENT, HEADER, MAGIC, MOST_INDEX, SLOTS, VERSION, PackedFile, Section, Slot, row_bytes
+from models.packed.file import (
+    ALIGNMENT,
+    HEADER,
+    MAGIC,
+    MOST_GENERATION,
+    MOST_INDEX,
+    SLOTS,
+    VERSION,
+    PackedFile,
+    Section,
+    Slot,
+    row_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -30,11 +42,11 @@ def write_file(path: Path, about: dict[str, Any], tensors: Iterable[NewTensor]) 
     Raises OSError when the disk refuses, ValueError when a tensor's data is not of its size.
     """
     with new_file(path) as file:
-        file.write(MAGIC + struct.pack("<II", VERSION, 0) + bytes(HEADER - 16))
+        _write(file, MAGIC + struct.pack("<II", VERSION, 0) + bytes(HEADER - 16))
         listed = {tensor.name: _entry(tensor, [_write_section(file, tensor)]) for tensor in tensors}
         slot = _write_index(file, {"format": VERSION, **about, "tensors": listed}, place=0, generation=1)
         file.seek(SLOTS[0])
-        file.write(slot.pack())
+        _write(file, slot.pack())
 
 
 def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTensor]) -> None:
@@ -44,7 +56,9 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
     read. Raises UserError when another process appends, or did since ``old`` was opened; OSError when the disk refuses (nothing has
     changed then); ValueError for rows that do not fit.
     """
-    with old.path.open("r+b") as file:
+    if old.slot.generation >= MOST_GENERATION:
+        raise old.fault("was appended to as often as a file can be; export it anew")
+    with old.path.open("r+b", buffering=0) as file:  # what a buffer still held would be written after the file was cut back
         _lock(file, old)
         try:
             file.truncate(old.slot.end)  # what a killed append left behind it
@@ -53,14 +67,14 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
             for tensor in tensors:
                 listed[tensor.name] = _extended(listed.get(tensor.name), tensor, _write_section(file, tensor))
             slot = _write_index(file, old.index | about | {"tensors": listed}, 1 - old.slot.place, old.slot.generation + 1)
-            _flush(file)
+            os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
                 file.truncate(old.slot.end)
             raise
         file.seek(SLOTS[slot.place])
-        file.write(slot.pack())
-        _flush(file)
+        _write(file, slot.pack())
+        os.fsync(file.fileno())
 
 
 def _lock(file: BinaryIO, old: PackedFile) -> None:
@@ -76,14 +90,16 @@ def _lock(file: BinaryIO, old: PackedFile) -> None:
             raise old.fault("another process has appended to it meanwhile; run this again")
 
 
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _write(file: BinaryIO, data: Any) -> None:
+    """Write all of ``data``, bytes-like; a file without a buffer may take a part at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _align(file: BinaryIO) -> int:
     """Fill up with zeros to a multiple of ALIGNMENT; returns the place."""
-    file.write(bytes(-file.tell() % ALIGNMENT))
+    _write(file, bytes(-file.tell() % ALIGNMENT))
     return file.tell()
 
 
@@ -91,7 +107,7 @@ def _write_section(file: BinaryIO, tensor: NewTensor) -> Section:
     offset, checksum = _align(file), 0
     for piece in tensor.data:
         checksum = zlib.crc32(piece, checksum)
-        file.write(piece)
+        _write(file, piece)
     rows, count = tensor.shape[0] if tensor.shape else 1, file.tell() - offset
     if count != rows * row_bytes(tensor.dtype, tensor.shape) or not count:
         raise ValueError(f"{tensor.name}: {count} bytes came for {tensor.dtype} {list(tensor.shape)}")
@@ -117,5 +133,5 @@ def _write_index(file: BinaryIO, index: dict[str, Any], place: int, generation: 
     if len(raw) > MOST_INDEX:
         raise ValueError(f"an index of {len(raw):,} bytes exceeds the {MOST_INDEX:,} that readers take")
     offset = _align(file)
-    file.write(raw)
+    _write(file, raw)
     return Slot(place, offset, len(raw), generation, zlib.crc32(raw))

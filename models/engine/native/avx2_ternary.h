@@ -58,18 +58,36 @@ TF_INLINE __m128i block_dot(const uint8_t *piece, const int8_t *q, size_t chunks
     return _mm_srai_epi32(sums_of_4(s0, s1, s2, s3), 2); /* four times the sums, so nothing is lost */
 }
 
-/* y of a block's rows, as many as there are, for one token. */
-static inline void put_block(const tf_matrix *w, int row, int end, __m128i dot, int32_t sum, float step, float *y) {
-    int32_t values[TF_ROWS];
-    _mm_storeu_si128((__m128i *)(void *)values, _mm_sub_epi32(dot, _mm_set1_epi32(sum)));
-    int n = end - row < TF_ROWS ? end - row : TF_ROWS;
-    for (int i = 0; i < n; i++) y[row + i] = (float)values[i] * step * tf_scale(w, row + i) + tf_bias(w, row + i);
+/* Scales and bias of a block's rows; zeros beyond the last row. */
+typedef struct {
+    __m128 scale, bias;
+    int rows;
+} finish;
+
+TF_INLINE finish finish_of(const tf_matrix *w, int row, int end) {
+    float scale[TF_ROWS] = {0}, bias[TF_ROWS] = {0};
+    int rows = end - row < TF_ROWS ? end - row : TF_ROWS;
+    for (int i = 0; i < rows; i++) scale[i] = tf_scale(w, row + i), bias[i] = tf_bias(w, row + i);
+    return (finish){_mm_loadu_ps(scale), _mm_loadu_ps(bias), rows};
+}
+
+/* y of a block's rows for one token. */
+TF_INLINE void put_block(finish f, __m128i dot, int32_t sum, float step, float *y) {
+    __m128 value = _mm_cvtepi32_ps(_mm_sub_epi32(dot, _mm_set1_epi32(sum)));
+    value = _mm_add_ps(_mm_mul_ps(_mm_mul_ps(value, _mm_set1_ps(step)), f.scale), f.bias);
+    if (f.rows == TF_ROWS) {
+        _mm_storeu_ps(y, value);
+        return;
+    }
+    float values[TF_ROWS];
+    _mm_storeu_ps(values, value);
+    for (int i = 0; i < f.rows; i++) y[i] = values[i];
 }
 
 static void ternary_one(const tf_matrix *w, const tf_input *x, float *y, int begin, int end) {
     size_t chunks = tf_chunks(w->columns);
     for (int row = begin; row < end; row += TF_ROWS)
-        put_block(w, row, end, block_dot(tf_ternary_row(w, row), x->q, chunks), x->sum[0], x->step[0], y);
+        put_block(finish_of(w, row, end), block_dot(tf_ternary_row(w, row), x->q, chunks), x->sum[0], x->step[0], y + row);
 }
 
 /* A byte a code; per 32 columns one vector of each of the four rows. */
@@ -85,39 +103,47 @@ static inline void spread(const uint8_t *piece, size_t chunks, __m256i *codes) {
         }
 }
 
-/* Adds <codes, q> of four rows and `tokens` (1 or 2) tokens to sums. */
-TF_INLINE void spread_dot(const __m256i *codes, const int8_t *q, size_t q_stride, size_t vectors, int tokens, __m128i *sums) {
+TF_INLINE __m256i add_products(__m256i sum, __m256i codes, __m256i values) {
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, values));
+}
+
+/* Adds <codes, q> of four rows and two tokens (q and next) to sums. */
+TF_INLINE void spread_dot(const __m256i *codes, const int8_t *q, const int8_t *next, size_t vectors, __m128i *sums) {
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum[2][TF_ROWS];
-    for (int t = 0; t < 2; t++)
-        for (int row = 0; row < TF_ROWS; row++) sum[t][row] = _mm256_setzero_si256();
-    for (size_t i = 0; i < vectors; i++, codes += TF_ROWS, q += TF_PIECE)
-        for (int t = 0; t < tokens; t++) {
-            __m256i values = _mm256_loadu_si256((const __m256i *)(const void *)(q + (size_t)t * q_stride));
-            for (int row = 0; row < TF_ROWS; row++)
-                sum[t][row] = _mm256_add_epi16(sum[t][row], _mm256_maddubs_epi16(codes[row], values));
-        }
-    for (int t = 0; t < tokens; t++)
-        sums[t] = _mm_add_epi32(sums[t], sums_of_4(_mm256_madd_epi16(sum[t][0], ones), _mm256_madd_epi16(sum[t][1], ones),
-                                                   _mm256_madd_epi16(sum[t][2], ones), _mm256_madd_epi16(sum[t][3], ones)));
+    __m256i a0 = _mm256_setzero_si256(), a1 = a0, a2 = a0, a3 = a0, b0 = a0, b1 = a0, b2 = a0, b3 = a0;
+    const __m256i *end = codes + vectors * TF_ROWS;
+#pragma GCC unroll 4
+    for (; codes != end; codes += TF_ROWS, q += TF_PIECE, next += TF_PIECE) {
+        __m256i one = _mm256_loadu_si256((const __m256i *)(const void *)q), two = _mm256_loadu_si256((const __m256i *)(const void *)next);
+        a0 = add_products(a0, codes[0], one), b0 = add_products(b0, codes[0], two);
+        a1 = add_products(a1, codes[1], one), b1 = add_products(b1, codes[1], two);
+        a2 = add_products(a2, codes[2], one), b2 = add_products(b2, codes[2], two);
+        a3 = add_products(a3, codes[3], one), b3 = add_products(b3, codes[3], two);
+    }
+    sums[0] = _mm_add_epi32(sums[0], sums_of_4(_mm256_madd_epi16(a0, ones), _mm256_madd_epi16(a1, ones), _mm256_madd_epi16(a2, ones),
+                                               _mm256_madd_epi16(a3, ones)));
+    sums[1] = _mm_add_epi32(sums[1], sums_of_4(_mm256_madd_epi16(b0, ones), _mm256_madd_epi16(b1, ones), _mm256_madd_epi16(b2, ones),
+                                               _mm256_madd_epi16(b3, ones)));
 }
 
 /* Four rows, at most TOKEN_BLOCK tokens from `first` on. */
 static inline void ternary_block(const tf_matrix *w, const tf_input *x, int first, int tokens, int row, int end, float *y, size_t y_stride) {
     __m256i codes[SPREAD_CHUNKS * 4 * TF_ROWS];
-    __m128i sums[TOKEN_BLOCK];
+    __m128i sums[TOKEN_BLOCK + 1]; /* of an odd number, the last token counts twice */
     const uint8_t *piece = tf_ternary_row(w, row);
     const int8_t *q = x->q + (size_t)first * x->q_stride;
-    for (int t = 0; t < tokens; t++) sums[t] = _mm_setzero_si128();
+    for (int t = 0; t <= tokens; t++) sums[t] = _mm_setzero_si128();
     for (size_t chunks = tf_chunks(w->columns), n; chunks; chunks -= n, piece += n * TF_ROWS * TF_PIECE, q += n * TF_CHUNK) {
         n = chunks < SPREAD_CHUNKS ? chunks : SPREAD_CHUNKS;
         spread(piece, n, codes);
-        int t = 0;
-        for (; t + 2 <= tokens; t += 2) spread_dot(codes, q + (size_t)t * x->q_stride, x->q_stride, n * 4, 2, sums + t);
-        if (t < tokens) spread_dot(codes, q + (size_t)t * x->q_stride, x->q_stride, n * 4, 1, sums + t);
+        for (int t = 0; t < tokens; t += 2) {
+            const int8_t *one = q + (size_t)t * x->q_stride, *two = t + 1 < tokens ? one + x->q_stride : one;
+            spread_dot(codes, one, two, n * 4, sums + t);
+        }
     }
+    finish f = finish_of(w, row, end);
     for (int t = 0; t < tokens; t++)
-        put_block(w, row, end, sums[t], x->sum[first + t], x->step[first + t], y + (size_t)(first + t) * y_stride);
+        put_block(f, sums[t], x->sum[first + t], x->step[first + t], y + (size_t)(first + t) * y_stride + row);
 }
 
 static void multiply_ternary(const tf_matrix *w, const tf_input *x, float *y, size_t y_stride, int begin, int end) {
