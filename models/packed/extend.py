@@ -78,7 +78,7 @@ def extend(path: Path, words: list[str], percentile: float = 75.0) -> Extension:
         texts = [word.encode() for word in new]
         with naming(path):
             extended = add_words(tokenizer, texts)
-            _check_splitting(tokenizer, extended, new)
+            check_splitting(tokenizer, extended, new)
         state = model.state | {"tokenizer": extended.fingerprint}
         about = {
             "model": file.model | {"vocab_size": size + len(new)},
@@ -100,7 +100,7 @@ def _require_codes(model: PackedModel) -> None:
         raise UserError(f"{model.path}: the model has {size:,} ids, its tokenizer {model.ids + model.words:,}: no place for words")
 
 
-def _check_splitting(before: Tokenizer, after: Tokenizer, words: list[str]) -> None:
+def check_splitting(before: Tokenizer, after: Tokenizer, words: list[str]) -> None:
     """Raise UserError when text around added words no longer keeps its bytes (some tokenizers put spaces into every part)."""
     text = "a" + "".join(f"{word} b" for word in words[:PROBED])
     if _spelled(before, text) != _spelled(after, text):
