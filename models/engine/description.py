@@ -48,7 +48,8 @@ class Config(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("width", "layers", "heads", "kv_heads", "head_dim", "ffn", "context", "vocabulary")),
         *((name, ctypes.c_int32) for name in ("norm", "activation")),
         *((name, ctypes.c_int32) for name in ("gated", "query_key_norms", "post_norms", "learned_positions", "biases")),
-        *((name, ctypes.c_int32) for name in ("interface", "head", "prior", "code_bits", "byte_positions", "id_bits", "gf2", "lift")),
+        *((name, ctypes.c_int32) for name in ("interface", "head", "prior", "code_bits", "byte_positions")),
+        *((name, ctypes.c_int32) for name in ("id_bits", "gf2", "lift")),
         *((name, ctypes.c_float) for name in ("clear", "set", "input_scale", "eps", "attention_scale")),
         ("windows", ctypes.POINTER(ctypes.c_int32)),
         ("thetas", ctypes.POINTER(ctypes.c_float)),
@@ -99,9 +100,9 @@ class Description:
     def _layer_places(self) -> Iterator[tuple[str, int]]:
         config = self.config
         absent = {"mlp.gate": not config.gated}
-        absent |= {name: not config.query_key_norms for name in ("attention.q_norm.weight", "attention.k_norm.weight")}
-        absent |= {name: not config.post_norms for name in ("attention_post_norm.weight", "mlp_post_norm.weight")}
-        absent |= {name: config.norm != NORM_LAYER for name in ("attention_norm.bias", "mlp_norm.bias")}
+        absent |= dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), not config.query_key_norms)
+        absent |= dict.fromkeys(("attention_post_norm.weight", "mlp_post_norm.weight"), not config.post_norms)
+        absent |= dict.fromkeys(("attention_norm.bias", "mlp_norm.bias"), config.norm != NORM_LAYER)
         return ((name, place) for name, place in LAYER_PLACES.items() if not absent.get(name))
 
     def _layer_parts(self, name: str, layer: int, place: int) -> Iterator[Part]:
@@ -159,7 +160,8 @@ class Description:
             norm=NORM_LAYER if kind == "gpt2" else NORM_RMS, activation=SILU if kind == "llama" else GELU,
             gated=kind != "gpt2", query_key_norms=kind == "gemma3", post_norms=kind == "gemma3",
             learned_positions=kind == "gpt2", biases=kind == "gpt2",
-            interface=INTERFACES[arm["interface"]], head=HEADS[arm["head"]], prior=PRIORS[arm["prior"]], code_bits=model["code_bits"],
+            interface=INTERFACES[arm["interface"]], head=HEADS[arm["head"]], prior=PRIORS[arm["prior"]],
+            code_bits=model["code_bits"],
             byte_positions=arm["positions"] if arm["interface"] == "kron" else 0,
             id_bits=max(1, (self.vocabulary - 1).bit_length()) if arm["interface"] in ("binary", "gf2") else 0,
             gf2=arm["interface"] == "gf2", lift=LIFTS[arm["lift"]], clear=clear, set=set_, input_scale=model["input_scale"],
