@@ -28,7 +28,7 @@ VOCABULARY, BITS = 1100, 96
 def random_arm(
     kind: str, parts: str, *, vocabulary: int = VOCABULARY, bits: int = BITS, seed: int = 0, arm: dict | None = None, **body: object
 ) -> LanguageModel:
-    """A model of interface/head/prior/linear in evaluation mode, bitnet layers packed, its weights spread enough to decide clearly."""
+    """A model of interface/head/prior/linear in evaluation mode, bitnet layers packed, weights spread enough to decide clearly."""
     interface, head, prior, linear = parts.split("/")
     settings = ArmSettings(interface=interface, head=head, prior=prior, linear=linear, **(arm or {}))
     config = BODIES[kind][0](**TINY[kind] | {"linear": linear} | body)

@@ -227,7 +227,8 @@ def test_attention(backend, rng, kind, shape) -> None:
         assert np.abs(mean - expected).max() < 2e-6
         assert np.allclose(peak, logits.max(axis=1), atol=1e-5) and np.allclose(total, weights.sum(axis=1), rtol=1e-5)
         alone = [backend.attend(kv, q[i : i + 1], head, scale, begin, end) for i in range(queries)]
-        assert all((np.concatenate(parts) == whole).all() for parts, whole in zip(zip(*alone), (mean, peak, total)))
+        together = zip(zip(*alone, strict=True), (mean, peak, total), strict=True)
+        assert all((np.concatenate(parts) == whole).all() for parts, whole in together)
 
 
 def stored(kind: int, vectors: np.ndarray) -> np.ndarray:

@@ -36,8 +36,8 @@ USUAL_THREADS = 16  # more than this many seldom share one memory's bandwidth wi
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one token is drawn: the rule and the noise of ``kernels.code_loss.code_sample``, so that the same scores, seed and position
-    give the same token here and there.
+    """How one token is drawn: by the rule and the noise of ``kernels.code_loss.code_sample``, so that the same scores, seed and
+    position give the same token here and there.
 
     ``temperature`` 0 takes the largest score (lowest id among equals); ``top_k`` 0 means all; ``seen`` are the ids whose score
     ``repetition_penalty`` divides if above 0 and multiplies otherwise.
@@ -111,7 +111,7 @@ class Session:
     def score(self, tokens: Sequence[int], targets: Sequence[int | None]) -> tuple[list[float], list[bool]]:
         """Read ``tokens``; for each the log-probability (nats) of its target as the next token, and whether that is the greedy one.
 
-        None as a target gives 0.0 and True, as an ignored target does in ``Head.score_targets``. Scores of the codes are exact where
+        None as a target gives 0.0 and True, as an ignored target does in ``Head.score_targets``. Scores of codes are exact where
         they can matter: the sum over the vocabulary is off by less than 1e-6 of itself, besides the rounding of fp32.
         Raises ValueError for lengths that differ, UserError for ids outside the vocabulary, ContextFull.
         """
@@ -146,8 +146,8 @@ class Engine:
         """``threads``: None takes the cores this process may use. ``kv``: numbers of the keys and values, float16 or int8.
         ``backend``: avx2, neon or portable (None: the fastest here).
 
-        Raises UserError (a bad file), UsageError (a bad argument), MemoryError, and NoCompiler, CompilerFailed or OSError when there is
-        no library (models/engine/build.py).
+        Raises UserError (a bad file), UsageError (a bad argument), MemoryError, and NoCompiler, CompilerFailed or OSError
+        when there is no library (models/engine/build.py).
         """
         self._engine = self._model = None
         self.threads = default_threads() if threads is None else threads
@@ -300,6 +300,5 @@ def _draw(draw: Sampling) -> Draw:
         if type(value := getattr(draw, name)) is not int or not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"{name} must be a 64-bit whole number, got {value!r:.40}")
     seen = ints(sorted(set(draw.seen))) if draw.repetition_penalty != 1 else ints(())
-    return Draw(
-        draw.seed, draw.position, draw.temperature, draw.top_p, draw.min_p, ints([draw.top_k])[0], draw.repetition_penalty, seen, len(seen)
-    )
+    filters = draw.temperature, draw.top_p, draw.min_p, ints([draw.top_k])[0], draw.repetition_penalty
+    return Draw(draw.seed, draw.position, *filters, seen, len(seen))

@@ -1,4 +1,4 @@
-"""The native library in Python: its functions with their types, and its failures as exceptions. Only the standard library is used."""
+"""The native library in Python: its functions with their types, and its failures as exceptions. Standard library only."""
 
 import ctypes
 import threading
