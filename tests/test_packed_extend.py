@@ -18,7 +18,7 @@ from models.packed.extend import check_splitting, extend, read_words
 from models.packed.file import PackedFile
 from models.packed.load import PackedModel
 from models.packed.sections import Rounding
-from models.packed.words import add_words
+from models.packed.words import with_words
 from models.vocab.sign_codes import random_codes
 from models.vocab.tokenizer import Tokenizer, load_tokenizer
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_that_changes_text_around_words_is_refused():
     texts = [" kingmaker", " riverbank"]
     for prepend in (False, True):
         before = sentencepiece(prepend)
-        after = add_words(before, [text.encode() for text in texts])
+        after = with_words(before, [text.encode() for text in texts])
         assert before.vocab_size in after.encode("the kingmaker")
         if prepend:
             with pytest.raises(UserError, match="changes the text around added words"):

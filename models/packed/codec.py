@@ -51,13 +51,14 @@ class PackedCodec:
 
     @cached_property
     def _backend(self) -> "tokenizers.Tokenizer":
-        from models.vocab.backend import add_words, open_backend
+        from models.packed.words import add_words
+        from models.vocab.backend import open_backend
 
         with PackedFile(self._path) as file:  # not kept since: of a large vocabulary it takes as much as half the weights
             text = file.read("tokenizer.json")
         try:
             backend = open_backend(text.decode())
-            add_words(backend, [self.tokens[self._own + word].decode() for word in range(self._words)])
+            add_words(backend, [self.tokens[self._own + word] for word in range(self._words)], self._own)
         except (UserError, UnicodeDecodeError) as error:
             raise UserError(f"{self._path}: its tokenizer cannot be used: {error}") from error
         return backend

@@ -20,7 +20,7 @@ from models.packed.contents import pieces, rule_for
 from models.packed.file import PackedFile
 from models.packed.load import PackedModel
 from models.packed.sections import PRIOR, bytes_tensors
-from models.packed.words import add_words
+from models.packed.words import with_words
 from models.packed.writing import NewTensor, append_rows
 from models.training.checkpoint import naming
 from models.vocab.sign_codes import MOST_IDS, random_codes
@@ -77,7 +77,7 @@ def extend(path: Path, words: list[str], percentile: float = 75.0) -> Extension:
             return Extension(0, len(words), size, 0)
         texts = [word.encode() for word in new]
         with naming(path):
-            extended = add_words(tokenizer, texts)
+            extended = with_words(tokenizer, texts)
             check_splitting(tokenizer, extended, new)
         state = model.state | {"tokenizer": extended.fingerprint}
         about = {

@@ -19,7 +19,7 @@ from models.errors import UserError
 from models.packed.contents import Ends, check_contents, pieces, rule_for
 from models.packed.file import PackedFile
 from models.packed.sections import dtypes_for
-from models.packed.words import add_words
+from models.packed.words import with_words
 from models.settings import RunSettings, from_nested, override
 from models.training.checkpoint import Checkpoint, blank_model, checked_state, find_checkpoint, naming
 from models.vocab.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class PackedModel:
             if tokenizer.vocab_size != self.ids:
                 raise file.fault(f"tokenizer.json has {tokenizer.vocab_size:,} ids, the index says {self.ids:,}")
             if self.words:
-                tokenizer = add_words(tokenizer, tokens[self.ids : self.ids + self.words])
+                tokenizer = with_words(tokenizer, tokens[self.ids : self.ids + self.words])
             known = tokenizer.tokens
             if known != tokens[: len(known)] or any(tokens[len(known) :]):
                 raise file.fault("tokenizer.bytes holds other tokens than tokenizer.json")
