@@ -94,7 +94,7 @@ def test_the_loss_of_a_file_is_the_checkpoints(runs, name, compiled, capsys, req
     assert ("the CPU engine" if compiled else "install one") in err
 
 
-@pytest.mark.parametrize(("name", "near"), [("table", 1e-3), ("sign", 1e-2)])  # ternary: rounding may move an int8 activation by one
+@pytest.mark.parametrize(("name", "near"), [("table", 1e-3), ("sign", 1e-2)])  # rounding may move an int8
 def test_the_scorer_answers_as_pytorch(runs, name, near):
     checkpoint = find_checkpoint(runs / name)
     theirs = ArmScorer(name, checkpoint, checkpoint.settings.arm, torch.device("cpu"))
