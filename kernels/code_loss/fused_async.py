@@ -1,8 +1,11 @@
 """Where ``fused``'s passes over the vocabulary go through Gluon (``fused_async_kernels``) instead of Triton, and their launch.
 
-Modelled with waits for sm_90 at T = 8,192, V = 262,144, K = 512 (bench/ledger, "asynchronous"): loss only 2.9 ms instead of 3.4,
-training 6.5 ms instead of 7.3. Gluon does not run in Triton's interpreter; its PTX is run by tests/ptx_machine.py instead, and has
-not yet run on a GPU. Until tests/test_gpu.py has passed on one, ``TARGETS`` is empty and the passes are Triton's.
+Modelled with waits for sm_90 at T = 8,192, V = 262,144, K = 512 (bench/ledger, "asynchronous"): loss only 2.9 ms instead of 3.5,
+training 6.5 ms instead of 7.4 with Triton 3.6 and 3.7. Triton 3.9 puts a barrier behind every wait, which leaves training nothing
+of it. Tiles with targets are done one after another: up to 4 % of a training pass (64 tokens, 2,048 tiles) that no model counts.
+
+Gluon does not run in Triton's interpreter; its PTX is run by tests/ptx_machine.py instead, and has not yet run on a GPU. Until
+tests/test_gpu.py has passed on one, ``TARGETS`` is empty and the passes are Triton's.
 """
 
 import math
@@ -34,11 +37,12 @@ def supports(scorer, options) -> bool:
 
 
 def ordered(hidden: torch.Tensor) -> torch.Tensor:
-    """Hidden [1, T, 512] as ``fused`` permutes it, in the kernels' order of halfwords: [T, 512]."""
-    from .fused_async_kernels import ORDER
+    """Hidden [1, T, 512] as ``fused`` permutes it, with each slice's halfwords in the order that the kernels' depth has: [T, 512].
 
-    order = torch.tensor(ORDER, device=hidden.device)
-    return hidden.view(-1, 16, WORDS).index_select(2, order).view(-1, 16 * WORDS)
+    A thread loads halfwords 8 q .. 8 q + 7; as a left operand it holds places 2 q, 2 q + 1 of every 8. So of the halfword's number
+    the bits of q go below those that count pairs.
+    """
+    return hidden.view(-1, 16, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(-1, 16 * WORDS)
 
 
 def sum_codes(scorer, tile, targets, hits, totals, sums, shifts) -> None:

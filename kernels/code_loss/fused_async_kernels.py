@@ -9,8 +9,8 @@ sums of codes as many; here they are issued in groups whose operands the next on
   insufficient register resources".)
 
 bfloat16, codes of 512 bits in rows of a multiple of 16 halfwords, at least one tile of them: else ``fused_kernels``. Halfwords,
-bits and orders are those of ``fused_scores``, but for the order of a slice's 32 halfwords within the scores' depth (``ORDER``): so
-that a thread loads 8 neighbours at once and holds what the tensor core takes from it.
+bits and orders are those of ``fused_scores``, but for the order of a slice's 32 halfwords within the scores' depth
+(``fused_async.ordered``): a thread loads 8 neighbours at once and holds what the tensor core takes from it.
 """
 
 from triton.experimental import gluon
@@ -18,8 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
-ORDER = [8 * (k // 2 % 4) + 4 * (k // 16) + 2 * (k // 8 % 2) + k % 2 for k in range(32)]
-"""The halfword at each place of a slice of the scores' depth."""
 # Triton 3.6 to 3.9 call these by different names.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -66,7 +64,7 @@ def quarters(x):
 
 @gluon.jit
 def as_operand(words, BV: gl.constexpr, LEFT: gl.constexpr):
-    """Loaded halfwords [BV, 32], eight neighbours a thread, in ``ORDER``: as the left operand of a product has them."""
+    """Loaded halfwords [BV, 32], eight neighbours a thread: as the left operand of a product has them."""
     spread = gl.permute(gl.reshape(words, (BV, 4, 2, 2, 2)), (0, 2, 3, 1, 4))
     return gl.convert_layout(gl.reshape(spread, (BV, 32)), LEFT, assert_trivial=True)
 
@@ -85,7 +83,7 @@ def row_pointers(codes, stride, begin, BV: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def load_hidden(parts, hidden, tokens, DEPTH: gl.constexpr, BT: gl.constexpr, NW: gl.constexpr):
-    """The program's hidden states, in ``ORDER``, to shared memory [512 / DEPTH, BT, DEPTH]."""
+    """The program's hidden states to shared memory [512 / DEPTH, BT, DEPTH]."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
     token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(1, LAYOUT))
     place = gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT))
@@ -96,7 +94,7 @@ def load_hidden(parts, hidden, tokens, DEPTH: gl.constexpr, BT: gl.constexpr, NW
 
 @gluon.jit
 def load_prior(prior, at, HAS_PRIOR: gl.constexpr):
-    bias = gl.zeros(at.shape, gl.float32, at.type.layout)
+    bias = gl.full(at.shape, 0.0, gl.float32, at.type.layout)
     if HAS_PRIOR:
         bias = gl.load(prior + at).to(gl.float32)
     return bias
