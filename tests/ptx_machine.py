@@ -16,66 +16,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from ptx_memory import Memory, from_bfloat16, gather, scatter, to_bfloat16
 
 GROUP = 128
-_GUARD = 4096
 _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}
 _COMPARE = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}
 _PLAIN = {
     "add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum,
     "max": np.maximum,
 }  # fmt: skip
-
-
-class Memory:
-    """Global memory: numpy arrays at addresses with nothing between them."""
-
-    def __init__(self) -> None:
-        self.bytes, self.inside = np.zeros(0, np.uint8), np.zeros(0, bool)
-
-    def place(self, array: np.ndarray) -> int:
-        """The address of a copy of the array."""
-        raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
-        start = len(self.bytes) + _GUARD
-        size = -(-len(raw) // 256) * 256
-        around = (_GUARD, size - len(raw))
-        self.bytes = np.concatenate((self.bytes, np.pad(raw, around)))
-        self.inside = np.concatenate((self.inside, np.pad(np.ones(len(raw), bool), around)))
-        return start
-
-    def array(self, address: int, like: np.ndarray) -> np.ndarray:
-        return np.frombuffer(self.bytes[address : address + like.nbytes].tobytes(), like.dtype).reshape(like.shape)
-
-
-def _gather(bytes_: np.ndarray, inside: np.ndarray | None, at: np.ndarray, size: int, active: np.ndarray) -> np.ndarray:
-    """[threads, size] bytes; zero where not active."""
-    places = np.where(active, at, 0).astype(np.int64)[:, None] + np.arange(size)
-    _check(bytes_, inside, places, active, size)
-    return np.where(active[:, None], bytes_[places.clip(0, len(bytes_) - 1)], np.uint8(0))
-
-
-def _check(bytes_: np.ndarray, inside: np.ndarray | None, places: np.ndarray, active: np.ndarray, size: int) -> None:
-    used = places[active]
-    if used.size and (used.min() < 0 or used.max() >= len(bytes_) or (inside is not None and not inside[used].all())):
-        raise IndexError("an access outside of every buffer")
-    if used.size and (used[:, 0] % size).any():
-        raise IndexError(f"an access of {size} bytes that is not aligned")
-
-
-def _scatter(bytes_: np.ndarray, inside: np.ndarray | None, at: np.ndarray, values: np.ndarray, active: np.ndarray) -> None:
-    places = np.where(active, at, 0).astype(np.int64)[:, None] + np.arange(values.shape[1])
-    _check(bytes_, inside, places, active, values.shape[1])
-    bytes_[places[active]] = values[active]
-
-
-def _to_bfloat16(x: np.ndarray) -> np.ndarray:
-    bits = x.view(np.uint32)
-    rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
-
-
-def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class Program:
@@ -272,9 +221,9 @@ class _Group:
     def do_cvt(self, opcode, operands, active) -> None:
         to, source = opcode[-2:]
         if to == "bf16":
-            value = _to_bfloat16(self.read(operands[1], "f32"))
+            value = to_bfloat16(self.read(operands[1], "f32"))
         elif to == "bf16x2":
-            high, low = (_to_bfloat16(self.read(name, "f32")).astype(np.uint32) for name in operands[1:])
+            high, low = (to_bfloat16(self.read(name, "f32")).astype(np.uint32) for name in operands[1:])
             value = low | high << 16
         elif to[0] in "su" and source[0] in "su":
             value = self.read(operands[1], source).astype({"s": np.int64, "u": np.uint64}[source[0]]).astype(_BITS[to[1:]])
@@ -309,7 +258,7 @@ class _Group:
             self.write(names[0], np.full(GROUP, self.values[operands[1][1]] & ((1 << 8 * dtype().itemsize) - 1), dtype), active)
             return
         bytes_, inside, kind = self.space(opcode)
-        loaded = _gather(bytes_, inside, self.address(operands[1], kind), len(names) * dtype().itemsize, active)
+        loaded = gather(bytes_, inside, self.address(operands[1], kind), len(names) * dtype().itemsize, active)
         for name, column in zip(names, loaded.reshape(GROUP, len(names), -1).transpose(1, 0, 2), strict=True):
             self.write(name, np.ascontiguousarray(column).view(dtype)[:, 0], active)
 
@@ -317,7 +266,7 @@ class _Group:
         names = operands[1] if isinstance(operands[1], list) else [operands[1]]
         values = np.stack([self.read(name, opcode[-1]) for name in names], 1)
         bytes_, inside, kind = self.space(opcode)
-        _scatter(bytes_, inside, self.address(operands[0], kind), np.ascontiguousarray(values).view(np.uint8), active)
+        scatter(bytes_, inside, self.address(operands[0], kind), np.ascontiguousarray(values).view(np.uint8), active)
 
     def _matrix_rows(self, operand: tuple) -> np.ndarray:
         """Addresses [warps, matrices, rows] that the lanes give."""
@@ -325,7 +274,7 @@ class _Group:
 
     def do_ldmatrix(self, opcode, operands, active) -> None:
         rows = self._matrix_rows(operands[1]).reshape(-1)
-        loaded = _gather(self.shared, None, rows, 16, self.everyone).view(np.uint16).reshape(-1, 4, 8, 8)
+        loaded = gather(self.shared, None, rows, 16, self.everyone).view(np.uint16).reshape(-1, 4, 8, 8)
         if "trans" in opcode:
             loaded = loaded.swapaxes(2, 3)
         pairs = np.ascontiguousarray(loaded).view(np.uint32)  # [warps, matrices, rows, pairs of columns]: a warp's lanes in order
@@ -338,7 +287,7 @@ class _Group:
         if "trans" in opcode:
             matrices = matrices.swapaxes(2, 3)
         rows = np.ascontiguousarray(matrices).reshape(-1, 8).view(np.uint8)
-        _scatter(self.shared, None, self._matrix_rows(operands[0]).reshape(-1), rows, self.everyone)
+        scatter(self.shared, None, self._matrix_rows(operands[0]).reshape(-1), rows, self.everyone)
 
     # What is asynchronous.
     def do_cp(self, opcode, operands, active) -> None:
@@ -352,7 +301,7 @@ class _Group:
             read = active & (self.read(operands[3], "b32") == size)  # the others copy zeros
 
             def copy() -> None:
-                _scatter(self.shared, None, to, _gather(self.memory.bytes, self.memory.inside, source, size, read), active)
+                scatter(self.shared, None, to, gather(self.memory.bytes, self.memory.inside, source, size, read), active)
 
             self._issue(copy, self.open_copies)
 
@@ -391,7 +340,7 @@ class _Group:
         """sums [64, columns] (+)= left [64, 16] . right [16, columns]; fragments as PTX's pictures of wgmma have them."""
         halves = np.stack([self.read(name, "b32") for name in left], 1).view(np.uint16).reshape(4, 8, 4, 2, 2, 2)
         # [warp, row, quad, depth / 8, row / 8, pair] of the four registers: row / 8 changes first
-        matrix = _from_bfloat16(halves.transpose(0, 4, 1, 3, 2, 5).reshape(64, 16))
+        matrix = from_bfloat16(halves.transpose(0, 4, 1, 3, 2, 5).reshape(64, 16))
         product = matrix @ self._right(descriptor, columns, transposed)
         fragments = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(GROUP, columns // 2)
         for i, name in enumerate(sums):
@@ -409,4 +358,4 @@ class _Group:
         else:
             at = start + 2 * k + (n % 8) * row + (n // 8) * stride
         at = at ^ (((at >> 7) & (row // 16 - 1)) << 4)
-        return _from_bfloat16(self.shared[at].astype(np.uint16) | self.shared[at + 1].astype(np.uint16) << 8)
+        return from_bfloat16(self.shared[at].astype(np.uint16) | self.shared[at + 1].astype(np.uint16) << 8)

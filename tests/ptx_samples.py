@@ -12,7 +12,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from ptx_machine import Memory, Program
+from ptx_machine import Program
+from ptx_memory import Memory
 
 from bench.ledger.compiler import compile_launch
 from kernels.code_loss import fused, fused_async
