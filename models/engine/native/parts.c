@@ -143,7 +143,8 @@ int tf_model_declare(tf_model *model, int layer, int place, int kind, int rows, 
                        (long long)expected.columns, rows, columns);
     if (!allowed(expected, place, kind))
         return tf_fail(TF_INVALID, "part %d of layer %d cannot be of kind %d", place, layer, kind);
-    part->memory = tf_alloc(memory_bytes(model, expected, place, kind));
+    size_t bytes = memory_bytes(model, expected, place, kind);
+    part->memory = expected.use == TRANSPOSED ? tf_alloc(bytes) : tf_arena_take(&model->arena, bytes);
     if (!part->memory)
         return tf_fail(TF_NO_MEMORY, "no memory for part %d of layer %d, [%d, %d]", place, layer, rows, columns);
     part->kind = kind;
@@ -271,7 +272,7 @@ static int transpose_lift(tf_model *model)
     int bits = model->c.code_bits, width = model->c.width;
     tf_part *part = &model->parts[TF_LIFT];
     model->lift = (tf_matrix){.kind = TF_FLOAT32, .rows = width, .columns = bits};
-    model->lift.form = tf_alloc(model->backend->form_bytes(TF_FLOAT32, width, bits));
+    model->lift.form = tf_arena_take(&model->arena, model->backend->form_bytes(TF_FLOAT32, width, bits));
     float *row = tf_alloc(tf_times(bits, sizeof(float)));
     if (!model->lift.form || !row) {
         tf_free(row);
