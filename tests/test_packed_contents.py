@@ -123,6 +123,7 @@ def test_tensors_that_the_model_does_not_have(originals, path, arm, tensors, mes
         ({("start_id",): 290}, "start_id 290; expected null or an id below 290"),
         ({("eos_id",): "x"}, "eos_id 'x'"),
         ({("eos_id",): 5}, "eos_id is 5 in the index, 0 in tokenizer.json"),
+        ({("bos_id",): 0}, "bos_id is 0 in the index, None in tokenizer.json"),
         ({("context",): 33}, "context 33; expected a whole number from 1 to 32"),
         ({("context",): None}, "context None"),
         ({("made_from",): []}, "no object 'made_from'"),

@@ -109,7 +109,7 @@ def test_a_packed_checkpoint_gives_the_same_file(sign, tmp_path):
 def test_it_has_what_a_checkpoint_has(sign, tmp_path):
     export_file(sign, tmp_path / "a.tfree", Rounding())
     packed = find_model(tmp_path / "a.tfree")
-    for name in ("step", "state", "settings", "weights_sha256"):
+    for name in ("step", "state", "settings", "config", "weights_sha256"):
         assert getattr(packed, name) == getattr(sign, name), name
     assert packed.model_bytes == (tmp_path / "a.tfree").stat().st_size and packed.tokenizer_path == tmp_path / "a.tfree"
     ours, theirs = packed.load_tokenizer(), sign.load_tokenizer()

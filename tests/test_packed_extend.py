@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from packed_support import little_checkpoint, tokenizer
 
@@ -13,12 +14,13 @@ from kernels.sign_code import unpack_sign_codes
 from models.errors import UserError
 from models.packed.__main__ import main
 from models.packed.export import export_file
-from models.packed.extend import extend, read_words
+from models.packed.extend import check_splitting, extend, read_words
 from models.packed.file import PackedFile
 from models.packed.load import PackedModel
 from models.packed.sections import Rounding
+from models.packed.words import with_words
 from models.vocab.sign_codes import random_codes
-from models.vocab.tokenizer import load_tokenizer
+from models.vocab.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 WORDS = [" kingmaker", " riverbank", " São Tomé", " zzz"]
@@ -115,6 +117,30 @@ def test_what_cannot_be_added_is_refused(path, tmp_path):
     export_file(little_checkpoint(tmp_path / "arm", "kron/code/none/float"), tmp_path / "kron.tfree", Rounding())
     with pytest.raises(UserError, match="kron.tfree: its arm is kron/code/none/float; words can be added only where"):
         extend(tmp_path / "kron.tfree", WORDS)
+
+
+def sentencepiece(prepend: bool) -> Tokenizer:
+    """A BPE like Gemma's, or with a space put in front of every part of a text, as Llama 2's."""
+    normal = tokenizers.normalizers.Replace(" ", "\u2581")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    put = [tokenizers.normalizers.Prepend("\u2581")] if prepend else []
+    backend.normalizer = tokenizers.normalizers.Sequence([*put, normal])
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
+    backend.train_from_iterator(["the king sat on a bank of the river"] * 9, trainer)
+    return Tokenizer.from_json(backend.to_str())
+
+
+def test_a_tokenizer_that_changes_text_around_words_is_refused():
+    texts = [" kingmaker", " riverbank"]
+    for prepend in (False, True):
+        before = sentencepiece(prepend)
+        after = with_words(before, [text.encode() for text in texts])
+        assert before.vocab_size in after.encode("the kingmaker")
+        if prepend:
+            with pytest.raises(UserError, match="changes the text around added words"):
+                check_splitting(before, after, texts)
+        else:
+            check_splitting(before, after, texts)
 
 
 def test_an_arm_without_a_prior(tmp_path):

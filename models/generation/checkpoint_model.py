@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 
 from models.errors import UsageError
-from models.evaluation.command import arm_to_score, expand
+from models.evaluation.command import Saved, arm_to_score, expand
 from models.generation.opened import OpenedModel, OpenOptions
 from models.generation.torch_reader import TorchReader
 from models.ops import check_impl, describe_ops
 from models.packed.export import pack_model
-from models.settings import RunSettings, from_nested, override
-from models.training.checkpoint import Checkpoint
+from models.settings import RunSettings, override
 from models.training.loop import autocast, choose_device
 
 
@@ -24,7 +23,7 @@ def open_checkpoint_model(path: Path, options: OpenOptions) -> OpenedModel:
     device = choose_device(options.device or "auto")
     arm = arm_to_score(checkpoint, options.impl)
     check_impl(arm.impl, device)
-    run = from_nested(checkpoint.config)
+    run = checkpoint.settings
     run = override(run, {"train.dtype": options.dtype}) if options.dtype else run
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -52,7 +51,7 @@ def _running(run: RunSettings, device: torch.device) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def one_checkpoint(path: Path) -> Checkpoint:
+def one_checkpoint(path: Path) -> Saved:
     """The checkpoint that ``path`` means. Raises UsageError when it holds several runs."""
     found = expand(path)
     if len(found) > 1:

@@ -34,11 +34,13 @@ def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) 
 
 
 def peak_memory() -> int:
-    """The most memory this process has held, in bytes."""
+    """The most memory this program has held, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage also counts what the process held before it became this program
+        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def read_prompts(given: list[tuple[str, str]]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from models.errors import UsageError, UserError
-from models.evaluation.command import arm_to_score, expand, refuse, require_writable
+from models.evaluation.command import arm_to_score, expand, refuse, require_writable, uses_engine
 from models.files import write_json
 from models.harness.chart import FORMATS
 from models.harness.scoring import Scorer
@@ -178,8 +178,12 @@ def _need_harness() -> None:
 def _subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[Subject]:
     """Every model, checked but not loaded."""
     from models.harness.arm_scorer import ArmScorer
+    from models.harness.engine_scorer import EngineScorer
 
     for name, checkpoint in (found for path in arguments.paths for found in expand(Path(path))):
+        if uses_engine(checkpoint, arguments.impl):
+            yield name, lambda path=checkpoint.path: EngineScorer(path)
+            continue
         arm = arm_to_score(checkpoint, arguments.impl)
         check_impl(arm.impl, device)
         yield name, lambda name=name, checkpoint=checkpoint, arm=arm: ArmScorer(name, checkpoint, arm, device)

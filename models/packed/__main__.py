@@ -2,6 +2,7 @@
 
     python -m models.packed export runs/sign model.tfree            any arm as one file
     python -m models.packed export runs/bitnet packed/bitnet        a bitnet arm as a checkpoint with 2-bit weights, same loss
+    python -m models.packed export runs/table model.gguf            for llama.cpp, if it can compute the arm
     python -m models.packed inspect model.tfree                     what takes how many bytes
     python -m models.packed inspect --preset gemma3-270m --arm C    the same for a model that need not exist
     python -m models.packed verify model.tfree                      every checksum, every check; exit code 1 when one fails
@@ -15,7 +16,7 @@ from typing import Any
 
 from models.cli import add_common_flags, run_cli
 
-SUFFIXES = {".tfree": "tfree"}  # of OUT -> format; any other is a checkpoint's folder
+SUFFIXES = {".tfree": "tfree", ".gguf": "gguf"}  # of OUT -> format; any other is a checkpoint's folder
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,7 +57,7 @@ def _add(commands: Any, name: str, run: Callable, summary: str) -> argparse.Argu
 
 def _add_rounding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("int8", "float16", "float32"),
-                        help=".tfree: of float matrices and tables (default int8, a scale per row)")  # fmt: skip
+                        help="of float matrices and tables (default: .tfree int8, a scale per row; .gguf float16)")  # fmt: skip
     parser.add_argument("--prior-dtype", choices=("float16", "float32"), help=".tfree: of the prior (default float32)")
 
 
@@ -92,12 +93,18 @@ def run_export(arguments: argparse.Namespace) -> None:
     to = arguments.to or SUFFIXES.get(out.suffix, "checkpoint")
     if to == "checkpoint" and rounding:
         flag = next(iter(rounding)).replace("_", "-")
-        raise UsageError(f"--{flag} is for a .tfree file: in a checkpoint all but ternary weights stay as they are")
+        raise UsageError(f"--{flag} is for a file: in a checkpoint all but ternary weights stay as they are")
+    if to == "gguf" and "prior_dtype" in rounding:
+        raise UsageError("--prior-dtype is for a .tfree file: llama.cpp knows no prior")
     checkpoint = find_checkpoint(arguments.checkpoint)
     if to == "tfree":
         from models.packed.sections import Rounding
 
         rows = export_file(checkpoint, out, Rounding(**rounding))
+    elif to == "gguf":
+        from models.packed.gguf import export_gguf
+
+        rows = export_gguf(checkpoint, out, rounding.get("dtype", "float16"))
     else:
         rows = export_checkpoint(checkpoint, out)
     columns = (

@@ -34,21 +34,31 @@ class PackedCodec:
     """Text to ids and back (a ``models.generation.reader.TextCodec``). UserError names the file when its tokenizer is damaged."""
 
     def __init__(self, file: PackedFile) -> None:
-        about = file.index["tokenizer"]
-        self.start_id, self.eos_id, self.bos_id = about["start_id"], about["eos_id"], about["bos_id"]
         self.tokens = read_token_bytes(file)
         self.vocab_size = len(self.tokens)
-        self._path, self._own = file.path, about["ids"]  # ids of tokenizer.json; those behind are words added later
+        self.start_id, self.eos_id = (self._id(file, name) for name in ("start_id", "eos_id"))
+        counts = file.index.get("tokenizer")
+        counts = [counts.get(name) for name in ("ids", "words")] if isinstance(counts, dict) else [None]
+        if not all(type(n) is int and n >= 0 for n in counts) or sum(counts) > self.vocab_size:
+            raise file.fault(f"the index has no numbers of ids and words of its tokenizer that {self.vocab_size:,} ids have room for")
+        self._path, (self._own, self._words) = file.path, counts
+
+    def _id(self, file: PackedFile, name: str) -> int | None:
+        value = file.index.get(name)
+        if value is not None and not (type(value) is int and 0 <= value < self.vocab_size):
+            raise file.fault(f"{name} {value!r:.60}; expected null or an id below {self.vocab_size:,}")
+        return value
 
     @cached_property
     def _backend(self) -> "tokenizers.Tokenizer":
-        from models.vocab.backend import add_words, open_backend
+        from models.packed.words import add_words
+        from models.vocab.backend import open_backend
 
         with PackedFile(self._path) as file:  # not kept since: of a large vocabulary it takes as much as half the weights
             text = file.read("tokenizer.json")
         try:
             backend = open_backend(text.decode())
-            add_words(backend, [self.tokens[index].decode() for index in range(self._own, self.vocab_size)])
+            add_words(backend, [self.tokens[self._own + word] for word in range(self._words)], self._own)
         except (UserError, UnicodeDecodeError) as error:
             raise UserError(f"{self._path}: its tokenizer cannot be used: {error}") from error
         return backend

@@ -121,6 +121,7 @@ def index_of(checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Token
         "model": model.description.to_json(),
         "tokenizer": {"ids": tokenizer.vocab_size, "words": 0},
         "start_id": tokenizer.start_id,
+        "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id,
         "context": checkpoint.settings.data.seq_len,
         "made_from": {

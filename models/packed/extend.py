@@ -20,7 +20,7 @@ from models.packed.contents import pieces, rule_for
 from models.packed.file import PackedFile
 from models.packed.load import PackedModel
 from models.packed.sections import PRIOR, bytes_tensors
-from models.packed.words import add_words
+from models.packed.words import with_words
 from models.packed.writing import NewTensor, append_rows
 from models.training.checkpoint import naming
 from models.vocab.sign_codes import MOST_IDS, random_codes
@@ -77,8 +77,8 @@ def extend(path: Path, words: list[str], percentile: float = 75.0) -> Extension:
             return Extension(0, len(words), size, 0)
         texts = [word.encode() for word in new]
         with naming(path):
-            extended = add_words(tokenizer, texts)
-            _check_splitting(tokenizer, extended, new)
+            extended = with_words(tokenizer, texts)
+            check_splitting(tokenizer, extended, new)
         state = model.state | {"tokenizer": extended.fingerprint}
         about = {
             "model": file.model | {"vocab_size": size + len(new)},
@@ -100,7 +100,7 @@ def _require_codes(model: PackedModel) -> None:
         raise UserError(f"{model.path}: the model has {size:,} ids, its tokenizer {model.ids + model.words:,}: no place for words")
 
 
-def _check_splitting(before: Tokenizer, after: Tokenizer, words: list[str]) -> None:
+def check_splitting(before: Tokenizer, after: Tokenizer, words: list[str]) -> None:
     """Raise UserError when text around added words no longer keeps its bytes (some tokenizers put spaces into every part)."""
     text = "a" + "".join(f"{word} b" for word in words[:PROBED])
     if _spelled(before, text) != _spelled(after, text):
@@ -108,7 +108,7 @@ def _check_splitting(before: Tokenizer, after: Tokenizer, words: list[str]) -> N
 
 
 def _spelled(tokenizer: Tokenizer, text: str) -> bytes:
-    tokens = tokenizer.token_bytes()
+    tokens = tokenizer.tokens
     return b"".join(tokens[i] for i in tokenizer.encode(text))
 
 

@@ -6,7 +6,7 @@
 Ternary layers stay packed (the eager path multiplies them so); int8 and float16 matrices become float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from models.arm import LanguageModel, ModelDescription
 from models.errors import UserError
-from models.files import sha256
 from models.packed.contents import Ends, check_contents, pieces, rule_for
 from models.packed.file import PackedFile
 from models.packed.sections import dtypes_for
-from models.packed.words import add_words
+from models.packed.words import with_words
 from models.settings import RunSettings, from_nested, override
 from models.training.checkpoint import Checkpoint, blank_model, checked_state, find_checkpoint, naming
 from models.vocab.tokenizer import Tokenizer
@@ -46,7 +45,8 @@ class PackedModel:
     state: dict[str, Any]  # as a checkpoint's: how far that run was, and the tokenizer's fingerprint (with added words)
     ids: int  # of tokenizer.json
     words: int  # added behind them
-    start_id: int | None
+    start_id: int | None  # before a document's first token
+    bos_id: int | None  # these two as the tokenizer has them
     eos_id: int | None
     weights_sha256: str  # of the checkpoint it was made from
 
@@ -61,6 +61,11 @@ class PackedModel:
         return self.state["step"]
 
     @property
+    def config(self) -> dict[str, Any]:
+        """The settings as nested dict."""
+        return asdict(self.settings)
+
+    @property
     def tokenizer_path(self) -> Path:
         """What ``load_tokenizer`` takes."""
         return self.path
@@ -69,10 +74,6 @@ class PackedModel:
     def model_bytes(self) -> int:
         """Size of the file."""
         return self.path.stat().st_size
-
-    def fingerprint(self) -> str:
-        """sha256 (hex) of the whole file."""
-        return sha256(self.path)
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, added words included; UserError unless its tokens are those that the file lists."""
@@ -83,12 +84,13 @@ class PackedModel:
             if tokenizer.vocab_size != self.ids:
                 raise file.fault(f"tokenizer.json has {tokenizer.vocab_size:,} ids, the index says {self.ids:,}")
             if self.words:
-                tokenizer = add_words(tokenizer, tokens[self.ids : self.ids + self.words])
-            known = tokenizer.token_bytes()
+                tokenizer = with_words(tokenizer, tokens[self.ids : self.ids + self.words])
+            known = tokenizer.tokens
             if known != tokens[: len(known)] or any(tokens[len(known) :]):
                 raise file.fault("tokenizer.bytes holds other tokens than tokenizer.json")
-            if tokenizer.eos_id != self.eos_id:
-                raise file.fault(f"eos_id is {self.eos_id} in the index, {tokenizer.eos_id} in tokenizer.json")
+            for name in ("bos_id", "eos_id"):
+                if getattr(tokenizer, name) != getattr(self, name):
+                    raise file.fault(f"{name} is {getattr(self, name)} in the index, {getattr(tokenizer, name)} in tokenizer.json")
             tokenizer.start_id = self.start_id
             return tokenizer
 
@@ -125,7 +127,7 @@ def _open(cls: type[PackedModel], file: PackedFile) -> PackedModel:
     size, context = description.vocab_size, file.index.get("context")
     if type(context) is not int or not 1 <= context <= description.body.context:
         raise file.fault(f"context {context!r:.60}; expected a whole number from 1 to {description.body.context:,}")
-    ids = {name: file.index.get(name) for name in ("start_id", "eos_id")}
+    ids = {name: file.index.get(name) for name in ("start_id", "bos_id", "eos_id")}
     for name, value in ids.items():
         if value is not None and not (type(value) is int and 0 <= value < size):
             raise file.fault(f"{name} {value!r:.60}; expected null or an id below {size:,}")

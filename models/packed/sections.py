@@ -130,7 +130,7 @@ def _pieces(tensor: Tensor, dtype: str, scale: Tensor | None) -> Iterator[memory
 
 def tokenizer_tensors(tokenizer: "Tokenizer", size: int, text: bytes) -> list[NewTensor]:
     """The tokenizer.json, and the bytes of every id up to ``size`` (none for ids that have no text) with their ends."""
-    tokens = tokenizer.token_bytes() + [b""] * (size - tokenizer.vocab_size)
+    tokens = tokenizer.tokens + [b""] * (size - tokenizer.vocab_size)
     return [NewTensor("tokenizer.json", "uint8", (len(text),), [text]), *bytes_tensors(tokens, start=0)]
 
 

@@ -1,6 +1,5 @@
 """Opening a tokenizer.json with the `tokenizers` library, as everything here uses it. No torch and no NumPy."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from models.errors import UserError
@@ -35,12 +34,3 @@ def set_plain(backend: "tokenizers.Tokenizer") -> "tokenizers.Tokenizer":
     backend.no_truncation()
     backend.encode_special_tokens = True
     return backend
-
-
-def add_words(backend: "tokenizers.Tokenizer", words: Sequence[str]) -> None:
-    """Give ``words`` (exact texts, a space before them included) the ids that follow, in this order. UserError for one it has."""
-    import tokenizers
-
-    for word in words:
-        if not backend.add_tokens([tokenizers.AddedToken(word, normalized=False, special=False)]):
-            raise UserError(f"the tokenizer has a token {word!r:.60} already")
