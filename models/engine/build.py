@@ -15,9 +15,7 @@ import platform
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from models.errors import UserError
@@ -104,6 +102,8 @@ def _flags(source: str, sanitize: bool) -> list[str]:
 
 
 def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
+    import tempfile  # only to compile: with subprocess it takes 2 MB of memory, and most starts find the library made
+
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
         objects = []
@@ -118,6 +118,8 @@ def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: boo
 
 def _run(command: list[str], folder: str) -> None:
     """Run the compiler; its own temporary files go into ``folder``, and no process of it outlives the time limit."""
+    import subprocess
+
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=os.environ | {"TMPDIR": folder}, start_new_session=True,
