@@ -192,6 +192,6 @@ def test_llama_cpp_draws_the_same_tokens(data_dir, tmp_path, kind, head, scale):
     settings = GenerationSettings(temperature=0.0, max_tokens=64)
     (ours,) = complete(model, tokenizer, [prompt], settings)
     assert len(ours.tokens) > 8
-    tokens = tokenizer.token_bytes()
+    tokens = list(tokenizer.tokens)
     expected = b"".join(tokens[token] for token in ours.tokens)
     assert greedy_of_llama_cpp(tmp_path / "model.gguf", prompt, 64) == expected
