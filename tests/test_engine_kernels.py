@@ -1,23 +1,23 @@
 """The CPU engine's inner loops, each backend against numpy in fp64 or exact integers."""
 
 import math
+import os
 
 import numpy as np
 import pytest
-import torch
 
 from bench.native import FLOAT16, FLOAT32, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend
-from kernels.bitlinear import pack_ternary, packed_bit_linear
 from models.engine.build import ensure_library
 
 NAMES = ("portable", "avx2", "neon")
+LIBRARY = ensure_library(sanitize=bool(os.environ.get("ENGINE_SANITIZED")))  # set by test_engine_build.py
 SIZES = [(1, 1), (3, 5), (4, 127), (5, 128), (9, 130), (66, 640), (7, 1024), (6, 2100), (2, 4097)]  # rows, columns
 
 
 @pytest.fixture(params=NAMES)
 def backend(request) -> Backend:
     try:
-        return Backend(request.param)
+        return Backend(request.param, LIBRARY)
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -65,6 +65,12 @@ def test_ternary_extremes_do_not_overflow(backend) -> None:
 
 
 def test_ternary_layer_equals_bitlinear(backend) -> None:
+    if "ENGINE_SANITIZED" in os.environ:
+        pytest.skip("PyTorch is not made for a preloaded AddressSanitizer")
+    import torch
+
+    from kernels.bitlinear import pack_ternary, packed_bit_linear
+
     weight, x = torch.randn(70, 320), torch.randn(9, 320) * torch.logspace(-3, 3, 9)[:, None]
     codes, scale = pack_ternary(weight)
     expected = packed_bit_linear(x, codes, scale, eps=1e-6, impl="eager")
@@ -90,7 +96,7 @@ def test_quantise_extremes(backend) -> None:
 
 def test_backends_quantise_to_the_same_bits(backend, rng) -> None:
     x = rng.standard_normal((20, 333), np.float32) * 10.0 ** rng.integers(-6, 7, (20, 1)).astype(np.float32)
-    for ours, plain in zip(backend.quantise(x), Backend("portable").quantise(x), strict=True):
+    for ours, plain in zip(backend.quantise(x), Backend("portable", LIBRARY).quantise(x), strict=True):
         assert np.array_equal(ours, plain)
 
 
@@ -175,7 +181,7 @@ def test_scores_are_within_their_bound(backend, rng, bits) -> None:
 
 def test_the_bound_is_near_what_happens(rng) -> None:
     """A hidden state that takes every entry to a half: errors come near the bound, so it is not merely large."""
-    backend = Backend()
+    backend = Backend(None, LIBRARY)
     if backend.name == "portable":
         pytest.skip("its tables hold floats")
     bits = 512
@@ -303,4 +309,4 @@ def test_rotation(backend, rng) -> None:
 
 def test_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot run the backend 'sse1'"):
-        Backend("sse1", ensure_library())
+        Backend("sse1", LIBRARY)
