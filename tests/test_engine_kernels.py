@@ -5,21 +5,35 @@ import os
 
 import numpy as np
 import pytest
+from emulated_arm import EmulatedBackend, emulated, missing
 
 from bench.native import FLOAT16, FLOAT32, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend
 from models.engine.build import ensure_library
 
-NAMES = ("portable", "avx2", "neon")
+NAMES = ("portable", "avx2", "neon", "neon-dotprod")
 LIBRARY = ensure_library(sanitize=bool(os.environ.get("ENGINE_SANITIZED")))  # set by test_engine_build.py
 SIZES = [(1, 1), (3, 5), (4, 127), (5, 128), (9, 130), (66, 640), (7, 1024), (6, 2100), (2, 4097)]  # rows, columns
 
 
+@pytest.fixture(scope="session")
+def backends(tmp_path_factory):
+    """Backend by name; one of another processor's is emulated, or its test skipped."""
+
+    def find(name: str) -> Backend:
+        try:
+            return Backend(name, LIBRARY)
+        except ValueError as error:
+            reason = missing() if name.startswith("neon") else str(error)
+        if reason:
+            pytest.skip(reason)
+        return EmulatedBackend(emulated(tmp_path_factory.getbasetemp()), name)
+
+    return find
+
+
 @pytest.fixture(params=NAMES)
-def backend(request) -> Backend:
-    try:
-        return Backend(request.param, LIBRARY)
-    except ValueError as error:
-        pytest.skip(str(error))
+def backend(request, backends) -> Backend:
+    return backends(request.param)
 
 
 @pytest.fixture
