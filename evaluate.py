@@ -52,10 +52,10 @@ else:
     def main(argv: list[str]) -> int:
         arguments = build_parser().parse_args(argv)
         if arguments.tasks is not None:
-            from models.evaluation.environment import prepare_libraries
+            from models.harness.environment import prepare_libraries
 
             prepare_libraries(arguments.offline)  # before the imports of the next line
-            from models.evaluation.task_command import run_tasks
+            from models.harness.command import run_tasks
 
             return run_tasks(arguments)
         from models.evaluation.command import run_evaluation

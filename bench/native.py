@@ -42,7 +42,7 @@ def _function(result, *arguments):
 
 
 _KV = (c_int, c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p)
-_ATTEND = (c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_int, c_float, c_int, c_int, c_void_p, c_void_p)
+_ATTEND = (c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_int, c_float, c_int, c_int, *[c_void_p] * 4)
 _ELEMENTWISE = _function(None, c_void_p, c_void_p, c_int)
 
 
@@ -219,10 +219,14 @@ class Backend:
             buffers.append(buffer)
         return KeysValues(*buffers, kind, slots, heads, width)
 
-    def attend(self, kv: KeysValues, q: np.ndarray, head: int, scale: float, begin: int, end: int) -> np.ndarray:
-        """q [queries, width] -> [queries, width]"""
+    def attend(
+        self, kv: KeysValues, q: np.ndarray, head: int, scale: float, begin: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q [queries, width] -> means [queries, width], peaks [queries], totals [queries]"""
         scratch, out = Buffer(len(q) * (end - begin), np.float32), Buffer(q.shape, np.float32)
+        peaks, totals = Buffer(len(q), np.float32), Buffer(len(q), np.float32)
         where = kv.kind, kv.keys.address, kv.values.address, kv.slots, kv.heads, kv.width, head
-        self.functions.attend(*where, address(q), len(q), scale, begin, end, scratch.address, out.address)
+        results = out.address, peaks.address, totals.address
+        self.functions.attend(*where, address(q), len(q), scale, begin, end, scratch.address, *results)
         scratch.check()
-        return out.check()
+        return out.check(), peaks.check(), totals.check()

@@ -8,24 +8,34 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from models.errors import UserError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file for bytes that replaces ``path`` when the block ends well, synced; else nothing of it remains."""
+    temporary = _aside(path, "tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync(path.parent)
     except OSError as error:
+        if error.filename not in (None, str(temporary)):
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file by itself
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in one step."""
+    with new_file(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -83,7 +93,7 @@ def _swap(temporary: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> bool:
-    """Put back a folder that a process was replacing (``new_folder``) when it was killed, and remove what such processes left.
+    """Put back a folder that a process was replacing when it was killed, and remove what ``new_folder`` or ``new_file`` left then.
 
     Leftovers of processes that still run are not touched. Returns whether ``path`` was put back.
     """
@@ -94,8 +104,8 @@ def recover(path: Path) -> bool:
     restored = bool(old) and not path.exists()
     if restored:
         old.pop().rename(path)
-    for folder in [*old, *(entry for ending, entry in found if ending == "tmp")]:
-        shutil.rmtree(folder, ignore_errors=True)
+    for leftover in [*old, *(entry for ending, entry in found if ending == "tmp")]:
+        _remove(leftover)
     return restored
 
 
@@ -115,10 +125,14 @@ def _is_dead(process: int) -> bool:
 def remove_abandoned(parent: Path) -> None:
     """Remove temporary files and folders that killed processes left in ``parent``. Call it only while holding its lock."""
     for path in parent.glob(".*.tmp"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -106,7 +106,7 @@ def test_inspect_and_verify(data, tmp_path, capsys):
     words[5] = words[king]
     SignCodes(words, 33, "by hand", {"why": "a test"}).save(tmp_path / "c")
     main(["inspect", str(tmp_path / "c"), "--tokenizer", str(data), "--token", " king", "--token", "7", "--neighbours", "2"])
-    name = repr(TokenData.open(data).tokenizer.token_bytes()[5])[1:]
+    name = repr(TokenData.open(data).tokenizer.tokens[5])[1:]
     out = capsys.readouterr().out
     assert f"' king': {name} at 0, " in out and "same code: " in out and "why: a test" in out and "2 ids in 1 group share" in out
     main(["inspect", str(tmp_path / "c")])

@@ -88,7 +88,7 @@ def test_tokenizer_is_trained_on_the_training_split_only(tmp_path):
     held_out = [d for d in documents if in_validation(d.id, 0.2, 1)]
     spoiled = [Document(d.id, "zyzzyva zyzzyva " * 30) if d in held_out else d for d in documents]
     data, _ = prepare(tmp_path / "out", [Listed(spoiled)], SETTINGS)
-    tokens = b"".join(token for token in data.tokenizer.token_bytes() if len(token) > 1)
+    tokens = b"".join(token for token in data.tokenizer.tokens if len(token) > 1)
     assert b"plain" in tokens and b"zyz" not in tokens
 
 

@@ -240,9 +240,15 @@ def test_attention(backend, rng, kind, shape) -> None:
     q, scale = rng.standard_normal((queries, width), np.float32), width**-0.5
     for head, begin, end in ((0, 0, slots), (heads - 1, slots // 2, slots), (0, 0, (slots + 1) // 2)):
         k, v = (stored(kind, vectors[begin:end, head]) for vectors in (keys, values))
-        weights = np.exp(q @ k.T * scale)
+        logits = q @ k.T * scale
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         expected = weights @ v / weights.sum(axis=1, keepdims=True)
-        assert np.abs(backend.attend(kv, q, head, scale, begin, end) - expected).max() < 2e-6
+        mean, peak, total = backend.attend(kv, q, head, scale, begin, end)
+        assert np.abs(mean - expected).max() < 2e-6
+        assert np.allclose(peak, logits.max(axis=1), atol=1e-5) and np.allclose(total, weights.sum(axis=1), rtol=1e-5)
+        alone = [backend.attend(kv, q[i : i + 1], head, scale, begin, end) for i in range(queries)]
+        together = zip(zip(*alone, strict=True), (mean, peak, total), strict=True)
+        assert all((np.concatenate(parts) == whole).all() for parts, whole in together)
 
 
 def stored(kind: int, vectors: np.ndarray) -> np.ndarray:
@@ -261,8 +267,8 @@ def test_attention_over_extremes(backend) -> None:
     q = np.full((1, 8), 1e4, np.float32)
     for kind in (KV_FLOAT16, KV_INT8):
         kv = backend.keys_values(kind, keys, values)
-        assert np.allclose(backend.attend(kv, q, 0, 1.0, 0, 2), 1, rtol=1e-3)
-        assert np.isnan(backend.attend(kv, q, 0, 1.0, 1, 3)).any()
+        assert np.allclose(backend.attend(kv, q, 0, 1.0, 0, 2)[0], 1, rtol=1e-3)
+        assert np.isnan(backend.attend(kv, q, 0, 1.0, 1, 3)[0]).any()
 
 
 # Elementwise

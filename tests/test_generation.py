@@ -15,6 +15,7 @@ from models.generation.loop import Piece, Timing, complete, generate, noise_posi
 from models.generation.output import TextOutput
 from models.generation.settings import GenerationSettings
 from models.generation.text import TextStream
+from models.generation.torch_reader import TorchReader
 from models.packed.export import pack_model
 
 PROMPTS = ["The river", "", "In winter the captain remembers a letter near the old mill. The horse", "São", "The river"]
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_the_definition(data_dir, tokenizer, arm, options):
     """Cache against none, packed codes against stored scores, a batch of ragged prompts against each alone: all at once."""
     model = lively(data_dir, *arm)
     settings = GenerationSettings(**options, max_tokens=10, ignore_eos=True)
-    found = complete(model, tokenizer, PROMPTS, settings)
+    found = complete(TorchReader(model), tokenizer, PROMPTS, settings)
     assert [c.prompt for c in found] == PROMPTS and {c.reason for c in found} == {"length"}
     assert found[0].tokens == found[4].tokens and len({tuple(c.tokens) for c in found}) == 4
     assert len(prompt_ids(tokenizer, PROMPTS[2], 128)) in range(25, 33), "gemma3's window of 32 turns over while tokens are drawn"
@@ -76,9 +77,10 @@ def test_fp32_rows_do_not_depend_on_their_neighbours_or_the_cache(data_dir, toke
     model = lively(data_dir, *arm, dtype=torch.float32)
     for options in FILTERS[:2]:
         settings = {**options, "max_tokens": 10, "samples": 2}
-        whole = complete(model, tokenizer, PROMPTS[:4], GenerationSettings(**settings))
-        alone = [c for prompt in PROMPTS[:4] for c in complete(model, tokenizer, [prompt], GenerationSettings(**settings))]
-        parts = complete(model, tokenizer, PROMPTS[:4], GenerationSettings(**settings, batch_size=3, cache=False))
+        whole = complete(TorchReader(model), tokenizer, PROMPTS[:4], GenerationSettings(**settings))
+        reader, chosen = TorchReader(model), GenerationSettings(**settings)
+        alone = [c for prompt in PROMPTS[:4] for c in complete(reader, tokenizer, [prompt], chosen)]
+        parts = complete(TorchReader(model, cached=False), tokenizer, PROMPTS[:4], GenerationSettings(**settings, batch_size=3))
         assert whole == alone == parts
 
 
@@ -87,7 +89,7 @@ def test_seeds_and_samples(data_dir, tokenizer):
 
     def drawn(**options):
         settings = GenerationSettings(max_tokens=8, ignore_eos=True, **options)
-        return [c.tokens for c in complete(model, tokenizer, PROMPTS[:2], settings)]
+        return [c.tokens for c in complete(TorchReader(model), tokenizer, PROMPTS[:2], settings)]
 
     several = drawn(samples=3)
     assert len({tuple(tokens) for tokens in several}) == 6, "samples differ"
@@ -106,28 +108,29 @@ def test_a_repetition_penalty_is_for_the_tokens_of_the_row(data_dir, tokenizer):
             scores = model.logits(torch.tensor([ids]))[0, -1]
         penalised = [s / 1.5 if s > 0 else s * 1.5 for s in scores.tolist()]
         ids.append(max(range(len(scores)), key=lambda v: penalised[v] if v in ids else scores[v].item()))
-    found = complete(model, tokenizer, PROMPTS[:2], settings)[0].tokens
+    found = complete(TorchReader(model), tokenizer, PROMPTS[:2], settings)[0].tokens
     assert found == ids[-10:]
-    assert found != complete(model, tokenizer, PROMPTS[:1], GenerationSettings(temperature=0, max_tokens=10))[0].tokens
+    assert found != complete(TorchReader(model), tokenizer, PROMPTS[:1], GenerationSettings(temperature=0, max_tokens=10))[0].tokens
 
 
 def test_packed_linears_give_the_same_tokens(data_dir, tokenizer):
     model = lively(data_dir, *ARMS[2], dtype=torch.float32)
     settings = GenerationSettings(max_tokens=8)
-    before = complete(model, tokenizer, PROMPTS[:2], settings)
+    before = complete(TorchReader(model), tokenizer, PROMPTS[:2], settings)
     model = pack_model(model)
     assert sum(isinstance(m, PackedBitLinear) for m in model.modules()) == 6 * 7
-    assert complete(model, tokenizer, PROMPTS[:2], settings) == before
+    assert complete(TorchReader(model), tokenizer, PROMPTS[:2], settings) == before
 
 
 def test_the_end_of_a_document_and_the_context(data_dir, tokenizer):
     model = lively(data_dir, *ARMS[0], dtype=torch.float32)
     with torch.no_grad():
         model.head.prior.values[tokenizer.eos_id] = 1000.0
-    ended = complete(model, tokenizer, PROMPTS[:1], GenerationSettings())[0]
+    ended = complete(TorchReader(model), tokenizer, PROMPTS[:1], GenerationSettings())[0]
     assert (ended.tokens, ended.text, ended.reason) == ([tokenizer.eos_id], "", "end")
     timing = Timing()
-    full = complete(model, tokenizer, PROMPTS[:1], GenerationSettings(max_tokens=1000, ignore_eos=True), timing=timing)[0]
+    endless = GenerationSettings(max_tokens=1000, ignore_eos=True)
+    full = complete(TorchReader(model), tokenizer, PROMPTS[:1], endless, timing=timing)[0]
     prompt = prompt_ids(tokenizer, PROMPTS[0], 128)
     assert len(full.tokens) == 128 - len(prompt) + 1, "the last token is drawn, and never read"
     assert (full.reason, full.text) == ("context", "")
@@ -136,17 +139,17 @@ def test_the_end_of_a_document_and_the_context(data_dir, tokenizer):
     exact = tokenizer.decode([300] * 127)  # with the end-of-document token before it, a prompt that is the whole context
     while len(prompt_ids(tokenizer, exact, 10**6)) > 128:
         exact = exact[1:]
-    assert len(complete(model, tokenizer, [exact], GenerationSettings(ignore_eos=True))[0].tokens) >= 1
+    assert len(complete(TorchReader(model), tokenizer, [exact], GenerationSettings(ignore_eos=True))[0].tokens) >= 1
 
 
 def test_a_stop_text_ends_a_row_wherever_its_tokens_end(data_dir, tokenizer):
     model = lively(data_dir, *ARMS[0], dtype=torch.float32)
     settings = {"max_tokens": 30, "ignore_eos": True, "samples": 3}
-    free = complete(model, tokenizer, ["The river"], GenerationSettings(**settings))
+    free = complete(TorchReader(model), tokenizer, ["The river"], GenerationSettings(**settings))
     text = free[1].text
     inside = next(i for i in range(8, len(text)) if text.find(text[i : i + 5]) == i)  # five characters: more than one token
     stop = text[inside : inside + 5]
-    ended = complete(model, tokenizer, ["The river"], GenerationSettings(**settings, stop=("never in there", stop)))
+    ended = complete(TorchReader(model), tokenizer, ["The river"], GenerationSettings(**settings, stop=("never in there", stop)))
     assert (ended[1].text, ended[1].reason) == (text[:inside], "stop")
     assert len(ended[1].tokens) < 30 and free[1].tokens[: len(ended[1].tokens)] == ended[1].tokens
     for before, after in zip(free, ended, strict=True):
@@ -156,11 +159,11 @@ def test_a_stop_text_ends_a_row_wherever_its_tokens_end(data_dir, tokenizer):
 def test_interrupted_rows_keep_what_they_have(data_dir, tokenizer):
     model = lively(data_dir, *ARMS[0], dtype=torch.float32)
     settings = {"max_tokens": 20, "ignore_eos": True}
-    free = complete(model, tokenizer, PROMPTS[:3], GenerationSettings(**settings))
+    free = complete(TorchReader(model), tokenizer, PROMPTS[:3], GenerationSettings(**settings))
     asked = iter([False, False, True])
     rows = {i: [] for i in range(3)}
     in_twos = GenerationSettings(**settings, batch_size=2)
-    for piece in generate(model, tokenizer, PROMPTS[:3], in_twos, should_stop=lambda: next(asked)):
+    for piece in generate(TorchReader(model), tokenizer, PROMPTS[:3], in_twos, should_stop=lambda: next(asked)):
         rows[piece.prompt].append(piece)
     assert [[p.token for p in rows[i]] for i in range(3)] == [free[0].tokens[:3] + [None], free[1].tokens[:3] + [None], [None]]
     assert [pieces[-1].reason for pieces in rows.values()] == ["interrupted"] * 3
@@ -171,10 +174,10 @@ def test_wrong_prompts_and_settings(data_dir, tokenizer):
     too_long, not_text = r"prompt 2: has [\d,]+ tokens, and the model's context is 128", "prompt 2: not valid UTF-8"
     for prompt, message in (("word " * 500, too_long), ("\udcff", not_text)):
         with pytest.raises(UsageError, match=message):
-            generate(model, tokenizer, ["fine", prompt], GenerationSettings())
+            generate(TorchReader(model), tokenizer, ["fine", prompt], GenerationSettings())
     model.description = model.description.__class__(**vars(model.description) | {"vocab_size": 7})
     with pytest.raises(UserError, match="tokenizer is not the model's: it has 320 ids, the model 7"):
-        generate(model, tokenizer, ["fine"], GenerationSettings())
+        generate(TorchReader(model), tokenizer, ["fine"], GenerationSettings())
     wrong = {"temperature": -1.0, "top_k": 0, "top_p": 0.0, "min_p": 1.5, "repetition_penalty": 0.0, "seed": 1 << 63, "samples": 0,
              "max_tokens": True, "batch_size": 2.5, "stop": ("",)}  # fmt: skip
     with pytest.raises(UsageError) as caught:

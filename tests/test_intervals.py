@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from models.evaluation.intervals import AGGREGATIONS, difference, estimate
-from models.evaluation.task_chart import short_names
+from models.harness.chart import short_names
+from models.harness.intervals import AGGREGATIONS, difference, estimate
 
 
 def test_an_accuracy_has_lm_evals_value_and_error():

@@ -54,7 +54,7 @@ def test_ops_import_without_triton(op):
 
 @pytest.mark.parametrize("command", [
     ["train.py"], ["evaluate.py"], ["-m", "models.presets"], ["-m", "models.data"], ["-m", "models.vocab.codes"],
-    ["-m", "models.training.report"], ["-m", "models.generation"], ["-m", "models.convert"], ["-m", "models.packed.export"],
+    ["-m", "models.training.report"], ["-m", "models.generation"], ["-m", "models.convert"], ["-m", "models.packed"],
     ["-m", "bench"], ["-m", "bench.packed_linear"],
 ])  # fmt: skip
 def test_help_imports_no_torch(command):

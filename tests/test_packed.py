@@ -20,7 +20,8 @@ from models.data.shards import TokenData
 from models.errors import UserError
 from models.evaluation.loss import evaluate_loss
 from models.files import read_json, sha256, write_json
-from models.packed.export import export, main, pack_model
+from models.packed.__main__ import main
+from models.packed.export import export_checkpoint, pack_model
 from models.settings import from_nested
 from models.training.checkpoint import MANIFEST, find_checkpoint, open_checkpoint
 from models.training.loop import look_up
@@ -39,7 +40,7 @@ def run(data_dir, tmp_path_factory):
 
 @pytest.fixture
 def packed(run, tmp_path):
-    export(find_checkpoint(run), tmp_path / "packed")
+    export_checkpoint(find_checkpoint(run), tmp_path / "packed")
     return open_checkpoint(tmp_path / "packed")
 
 
@@ -97,7 +98,7 @@ def test_only_the_linear_weights_change(run, packed):
 
 def test_the_commands(run, tmp_path, capsys):
     out = tmp_path / "new" / "packed"
-    assert main([str(run), str(out)]) == 0
+    assert main(["export", str(run), str(out)]) is None
     printed = capsys.readouterr().out
     assert "linear weights" in printed and "16.0x" in printed and "for inference only" in printed
     command = [sys.executable, "evaluate.py", str(out), "--json", str(tmp_path / "scores.json")]
@@ -109,15 +110,15 @@ def test_the_commands(run, tmp_path, capsys):
 def test_what_cannot_be_packed_is_refused(data_dir, run, packed, tmp_path):
     out = tmp_path / "again"
     with pytest.raises(UserError, match="is packed already"):
-        export(packed, out)
+        export_checkpoint(packed, out)
     with pytest.raises(UserError, match="packed: exists already"):
-        export(find_checkpoint(run), packed.path)
+        export_checkpoint(find_checkpoint(run), packed.path)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match="link: exists already"):
-        export(find_checkpoint(run), tmp_path / "link")
+        export_checkpoint(find_checkpoint(run), tmp_path / "link")
     train(data_dir, tmp_path / "float", train__steps=1)
     with pytest.raises(UserError, match="its body has float linear layers, .*--linear bitnet"):
-        export(find_checkpoint(tmp_path / "float"), out)
+        export_checkpoint(find_checkpoint(tmp_path / "float"), out)
     model = find_checkpoint(run).load_model()
     with torch.no_grad():
         model.body.blocks[0].mlp.up.weight[0, 0] = float("nan")
@@ -133,7 +134,7 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr("models.training.checkpoint.save_file", full)
     with pytest.raises(UserError, match="packed: cannot be saved .*No space"):
-        export(find_checkpoint(run), tmp_path / "packed")
+        export_checkpoint(find_checkpoint(run), tmp_path / "packed")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +142,7 @@ def test_what_a_killed_export_left_goes_with_the_next_one(run, tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
     (tmp_path / f".packed.{dead.pid}.tmp").mkdir()
-    export(find_checkpoint(run), tmp_path / "packed")
+    export_checkpoint(find_checkpoint(run), tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 

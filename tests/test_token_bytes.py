@@ -34,7 +34,7 @@ def test_alphabet_is_the_librarys_and_a_bijection():
 
 def test_byte_level_bytes_are_the_text():
     tokenizer = byte_level()
-    tokens = tokenizer.token_bytes()
+    tokens = tokenizer.tokens
     assert sum(len(t) == 1 for t in tokens) == 256 == len({t for t in tokens if len(t) == 1})
     for text in random_texts(200, seed=3):
         assert b"".join(tokens[i] for i in tokenizer.encode(text)) == text.encode()
@@ -66,13 +66,13 @@ def test_wordpiece_keeps_continuations_apart():
     vocabulary = read_vocabulary(layout(pieces, type="WordPiece", unk_token="[UNK]"))
     assert vocabulary.tokens == [b"", b" run", b"run", b" ##", b"s"]
     tokenizer = wordpiece()
-    joined = b"".join(tokenizer.token_bytes()[i] for i in tokenizer.encode("The cats  running!"))
+    joined = b"".join(tokenizer.tokens[i] for i in tokenizer.encode("The cats  running!"))
     assert joined == b" the cats running !"
 
 
 def test_no_token_becomes_a_replacement_character():
     mark = "\ufffd".encode()
-    assert not any(mark in token for tokenizer in (byte_level(), wordpiece()) for token in tokenizer.token_bytes())
+    assert not any(mark in token for tokenizer in (byte_level(), wordpiece()) for token in tokenizer.tokens)
 
 
 @pytest.mark.parametrize("bad, message", [
@@ -101,7 +101,7 @@ def test_buffer_counts_what_is_lost():
 
 def test_special_and_padding_ids_have_codes_that_no_text_has():
     tokenizer = byte_level()
-    tokens = tokenizer.token_bytes()
+    tokens = tokenizer.tokens
     buffer = byte_buffer(tokens, tokenizer.special_ids, positions=16, vocab_size=368)
     assert buffer.token_bytes.shape == (368, 16) and buffer.reserved == 49
     codes = [code(buffer, i) for i in range(368)]
@@ -144,7 +144,7 @@ def test_fingerprint_is_of_the_codes():
 
 def test_the_codec_tells_all_ids_apart():
     tokenizer = byte_level()
-    buffer = byte_buffer(tokenizer.token_bytes(), tokenizer.special_ids, positions=16, vocab_size=340)
+    buffer = byte_buffer(tokenizer.tokens, tokenizer.special_ids, positions=16, vocab_size=340)
     rows = kronecker_codec(torch.arange(340), buffer.token_bytes, buffer.lengths)
     assert len({row.tobytes() for row in rows.numpy()}) == 340
 
@@ -152,4 +152,4 @@ def test_the_codec_tells_all_ids_apart():
 def test_bytes_survive_the_file(tmp_path):
     tokenizer = byte_level()
     again = Tokenizer.from_json(json.dumps(json.loads(tokenizer.to_json())))
-    assert again.token_bytes() == tokenizer.token_bytes()
+    assert again.tokens == tokenizer.tokens

@@ -122,7 +122,7 @@ def test_sentencepiece_encodes_as_its_own_library(sentencepiece_file):
 
 def test_sentencepiece_bytes_are_the_text_and_one_space(sentencepiece_file):
     tokenizer = load_tokenizer(sentencepiece_file)
-    tokens = tokenizer.token_bytes()
+    tokens = tokenizer.tokens
     for text in ("the cat", "naïve über 日本 \U0001f600", "abc\ndef\t!", "the <0x41> and\n<0x0A>", "<s>the</s> <unk>"):
         assert b"".join(tokens[i] for i in tokenizer.encode(text)) == b" " + text.encode()
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -139,7 +139,7 @@ def test_sentencepiece_refuses_other_files(tmp_path, sentencepiece_file):
 def encoding_from(tokenizer: Tokenizer, pattern: str):
     import tiktoken
 
-    ranks = {token: i - 1 for i, token in enumerate(tokenizer.token_bytes()) if i > 0}
+    ranks = {token: i - 1 for i, token in enumerate(tokenizer.tokens) if i > 0}
     return tiktoken.Encoding("sample", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 1000, "<|mark|>": 1003})
 
 
@@ -149,7 +149,7 @@ def test_tiktoken_encodes_as_its_own_library(bpe):
     for text in [*random_texts(200), "12345678 1999"]:
         assert tokenizer.encode(text) == encoding.encode_ordinary(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    tokens = tokenizer.token_bytes()
+    tokens = tokenizer.tokens
     assert all(tokens[i] == encoding.decode_single_token_bytes(i) for i in range(319))
     assert (tokenizer.vocab_size, tokenizer.special_ids, tokenizer.eos_id) == (1004, {1000, 1003}, 1000)
     assert tokenizer.vocabulary.missing == set(range(319, 1000)) | {1001, 1002}
@@ -226,4 +226,4 @@ def test_offline_hub_says_what_to_do(monkeypatch):
 def test_unsupported_kind_is_refused_when_bytes_are_asked_for():
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     with pytest.raises(UserError, match="model WordLevel"):
-        Tokenizer(backend).token_bytes()
+        _ = Tokenizer(backend).tokens

@@ -63,6 +63,15 @@ def ensure_library(sanitize: bool = False) -> Path:
     return library
 
 
+def why_not() -> str | None:
+    """Why there is no library on this machine, and what to do; None when there is one. Raises CompilerFailed, OSError."""
+    try:
+        ensure_library()
+    except NoCompiler as missing:
+        return str(missing)
+    return None
+
+
 def cache_folder() -> Path:
     """Where libraries are kept; made by ``ensure_library``."""
     return Path(os.environ.get("TABLEFREE_CACHE") or Path.home() / ".cache" / "tablefree")

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 
 from models.data.shards import TokenData
+from models.engine.build import why_not
+from models.engine.engine import Engine
 from models.errors import UsageError, UserError
-from models.evaluation.loss import Score, evaluate_loss
+from models.evaluation.engine_scores import EngineScores
+from models.evaluation.loss import Score, evaluate_loss, score_windows
 from models.files import write_json
 from models.ops import check_impl, describe_ops
+from models.packed.load import PackedModel, find_model
 from models.settings import ArmSettings, override
 from models.tables import markdown_table
-from models.training.checkpoint import Checkpoint, find_checkpoint
+from models.training.checkpoint import Checkpoint
 from models.training.loop import autocast, choose_device
 from models.training.records import arm_folder_name, read_results
 
@@ -26,6 +30,7 @@ COLUMNS = (
     ("bits per byte", lambda r: f"{r['bits_per_byte']:.4f}"),
     ("targets", lambda r: f"{r['targets']:,}"),
 )
+Saved = Checkpoint | PackedModel
 TASKS_ONLY = {"hf": [], "offline": False, "limit": None, "shots": None, "batch_tokens": None, "questions": None, "plot": None}
 
 
@@ -44,9 +49,10 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
         check_impl(arm.impl, device)
     rows = []
     for (name, checkpoint), arm in zip(found, arms, strict=True):
-        ops = describe_ops(arm, device)
+        engine = uses_engine(checkpoint, arguments.impl)
+        ops = "ops: the CPU engine" if engine else describe_ops(arm, device)
         print(f"scoring {name}, {ops}, on {device}", file=sys.stderr)
-        result = score(checkpoint, arm, device, arguments)
+        result = score(checkpoint, arm, device, arguments, engine)
         rows.append({"name": name, "step": checkpoint.step, "ops": ops, **result.to_json()})
     print(markdown_table(rows, COLUMNS), end="")
     if arguments.json:
@@ -74,8 +80,8 @@ def require_writable(arguments: argparse.Namespace, flags: tuple[str, ...]) -> N
             raise UsageError(f"--{name} {value}: names a folder; give a file in it")
 
 
-def expand(path: Path) -> list[tuple[str, Checkpoint]]:
-    """The named checkpoints that ``path`` means: of a folder that holds runs, however deep, the newest of each run.
+def expand(path: Path) -> list[tuple[str, Saved]]:
+    """The named models that ``path`` means: a packed file; of a folder that holds runs, however deep, the newest of each run.
 
     The arms of a grid come as in its report, the reference first.
     """
@@ -83,17 +89,26 @@ def expand(path: Path) -> list[tuple[str, Checkpoint]]:
     arms = [arm_folder_name(str(arm)) for arm in [saved.get("reference", ""), *saved.get("order", [])]]
     place = {arm: i for i, arm in reversed(list(enumerate(arms)))}
     runs = sorted((p.parent for p in path.rglob("checkpoints")), key=lambda run: (run.parent, place.get(run.name, len(arms)), run))
-    return [(str(run), find_checkpoint(run)) for run in runs or [path]]
+    return [(str(run), find_model(run)) for run in runs or [path]]
 
 
-def arm_to_score(checkpoint: Checkpoint, impl: str | None) -> ArmSettings:
-    """The arm that a checkpoint holds, its ops run by ``impl`` (None: as in training)."""
+def arm_to_score(checkpoint: Saved, impl: str | None) -> ArmSettings:
+    """The arm that a checkpoint or file holds, its ops run by ``impl`` (None: as in training)."""
     settings = checkpoint.settings
     return (override(settings, {"arm.impl": impl}) if impl else settings).arm
 
 
-def score(checkpoint: Checkpoint, arm: ArmSettings, device: torch.device, arguments: argparse.Namespace) -> Score:
-    """Score one checkpoint on the chosen split."""
+def uses_engine(saved: Saved, impl: str | None) -> bool:
+    """Whether the CPU engine runs a model: a packed file's, unless an ``impl`` of PyTorch is asked for or no compiler is there."""
+    if not isinstance(saved, PackedModel) or impl is not None:
+        return False
+    if missing := why_not():
+        print(f"{saved.path}: {missing}. Until then PyTorch runs it, more slowly", file=sys.stderr)
+    return missing is None
+
+
+def score(checkpoint: Saved, arm: ArmSettings, device: torch.device, arguments: argparse.Namespace, engine: bool) -> Score:
+    """Score one model on the chosen split; ``engine``: with the CPU engine."""
     settings = checkpoint.settings
     if not (arguments.data or settings.data.dir):
         raise UsageError(f"{checkpoint.path}: was converted, not trained here; name the text to score with --data")
@@ -101,10 +116,13 @@ def score(checkpoint: Checkpoint, arm: ArmSettings, device: torch.device, argume
     if data.tokenizer.fingerprint != checkpoint.state["tokenizer"]:
         raise UserError(
             f"{data.folder}: its tokenizer is not the one {checkpoint.path} was trained with; prepare the text with that one: "
-            f"python -m models.data prepare OUT --tokenizer {checkpoint.path / 'tokenizer.json'} ..."
+            f"python -m models.data prepare OUT --tokenizer {checkpoint.tokenizer_path} ..."
         )
-    model = checkpoint.load_model(impl=arm.impl).to(device)
     stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")
-    rows = settings.train.micro_batch_size or settings.train.batch_size
+    windows = (stream, data.tokenizer.byte_lengths(), settings.data.seq_len)
+    options = {"rows": settings.train.micro_batch_size or settings.train.batch_size, "limit": arguments.rows}
+    if engine:
+        with Engine(checkpoint.path) as loaded:
+            return score_windows(EngineScores(loaded).nll, *windows, **options)
     with autocast(settings, device):
-        return evaluate_loss(model, stream, data.tokenizer.byte_lengths(), settings.data.seq_len, rows, arguments.rows)
+        return evaluate_loss(checkpoint.load_model(impl=arm.impl).to(device), *windows, **options)

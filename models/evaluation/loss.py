@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from models.evaluation.buckets import Bucket, FrequencyTally
 from models.vocab.heads import IGNORE
@@ -62,8 +63,19 @@ class Interrupted(Exception):
 
 
 @torch.inference_mode()
-def evaluate_loss(
-    model: "LanguageModel",
+def evaluate_loss(model: "LanguageModel", *text: Any, **options: Any) -> Score:
+    """``score_windows(nll, *text, **options)`` with a model of PyTorch in evaluation mode; leaves its mode as it was."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        return score_windows(lambda inputs, targets: model.nll(inputs.to(device), targets.to(device)), *text, **options)
+    finally:
+        model.train(was_training)
+
+
+def score_windows(
+    nll: Callable[[Tensor, Tensor], Tensor],
     stream: "TokenStream",
     byte_lengths: np.ndarray,
     seq_len: int,
@@ -77,31 +89,27 @@ def evaluate_loss(
 ) -> Score:
     """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes at most so many, evenly spaced.
 
+    ``nll``: int64 inputs and targets [B, T] -> fp32 negative log-likelihoods in nats [B, T], 0 where the target is -100.
     ``byte_lengths`` int [V]: bytes of each token. ``counts`` int [V], how often each token occurs in the training text
-    (``TokenData.counts``), also gives the loss by frequency, from the same forward passes. Leaves the model's mode and the random
-    state as they were. Raises Interrupted when ``should_stop``, asked before each batch, says so. As ``rank`` of ``world_size`` it
+    (``TokenData.counts``), also gives the loss by frequency, from the same forward passes. Leaves the random state as it was.
+    Raises Interrupted when ``should_stop``, asked before each batch, says so. As ``rank`` of ``world_size`` it
     scores only its share of the windows: the shares' sums are the whole score, and every rank takes equally many batches.
     """
     from models.data.batches import validation_windows
 
-    device = next(model.parameters()).device
-    was_training, nats, targets_seen, bytes_seen = model.training, 0.0, 0, 0
+    nats, targets_seen, bytes_seen = 0.0, 0, 0
     tally = None if counts is None else FrequencyTally(counts, byte_lengths)
     windows = -(-(len(stream) - 1) // seq_len)
-    model.eval()
-    try:
-        # A limit takes every n-th window, because a text's beginning is not like the rest of it.
-        every = -(-windows // limit) if limit else 1
-        for inputs, targets in validation_windows(stream, seq_len, rows, rank=rank * every, world_size=world_size * every):
-            if should_stop():
-                raise Interrupted
-            nll = model.nll(inputs.to(device), targets.to(device))
-            nats += nll.double().sum().item()
-            if tally:
-                tally.add(nll, targets)
-            valid = targets[targets != IGNORE]
-            targets_seen += valid.numel()
-            bytes_seen += int(byte_lengths[valid.numpy()].sum())
-    finally:
-        model.train(was_training)
+    # A limit takes every n-th window, because a text's beginning is not like the rest of it.
+    every = -(-windows // limit) if limit else 1
+    for inputs, targets in validation_windows(stream, seq_len, rows, rank=rank * every, world_size=world_size * every):
+        if should_stop():
+            raise Interrupted
+        found = nll(inputs, targets)
+        nats += found.double().sum().item()
+        if tally:
+            tally.add(found, targets)
+        valid = targets[targets != IGNORE]
+        targets_seen += valid.numel()
+        bytes_seen += int(byte_lengths[valid.numpy()].sum())
     return Score(nats, targets_seen, bytes_seen, tally.buckets() if tally else ())

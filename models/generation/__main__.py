@@ -1,6 +1,7 @@
-"""Continue a text with a trained arm.
+"""Continue a text with a trained arm, from a run, a checkpoint or a packed file.
 
     python -m models.generation runs/kron --prompt 'The river'
+    python -m models.generation model.tfree --prompt 'The river' --threads 2 --stats
     python -m models.generation runs/kron --prompt 'The river' --prompt 'In winter' --samples 2 --temperature 0.7 --top-p 0.9
     python -m models.generation runs/kron --prompt-file - --temperature 0 --json < prompt.txt
 """
@@ -9,6 +10,7 @@ import argparse
 import dataclasses
 
 from models.cli import add_common_flags, run_cli
+from models.generation.flags import add_model_argument, add_model_flags
 from models.generation.settings import GenerationSettings
 
 
@@ -26,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m models.generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run's folder (its newest checkpoint), or a checkpoint's")
+    add_model_argument(parser)
     what = parser.add_argument_group("what")
     what.add_argument("--prompt", action=_Prompt, dest="prompts", default=[], metavar="TEXT", help="repeat it for a batch")
     what.add_argument("--prompt-file", action=_Prompt, dest="prompts", default=[], metavar="FILE",
@@ -49,22 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--no-echo", action="store_true", help="print the continuations without the prompts")
     out.add_argument("--json", action="store_true", help="a line of JSON for each continuation instead of text")
-    out.add_argument("--stats", action="store_true", help="tokens per second, on standard error")
+    out.add_argument("--stats", action="store_true", help="tokens per second and peak memory, on standard error")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--batch-size", type=int, default=usual.batch_size, metavar="N", help="rows at once (default %(default)s)")
-    machine.add_argument("--no-cache", action="store_true", help="read all tokens again for each new one (slow; the same text)")
-    machine.add_argument("--impl", help="auto, naive, eager or fused (default: the run's)")
-    machine.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: %(default)s)")
-    machine.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16: autocast (default: the run's)")
+    add_model_flags(machine)
     add_common_flags(parser)
     return parser
 
 
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    names = {field.name for field in dataclasses.fields(GenerationSettings)} - {"stop", "cache"}
+    names = {field.name for field in dataclasses.fields(GenerationSettings)} - {"stop"}
     chosen = {name: getattr(arguments, name) for name in names}
-    settings = GenerationSettings(**chosen, stop=tuple(arguments.stop), cache=not arguments.no_cache)
+    settings = GenerationSettings(**chosen, stop=tuple(arguments.stop))
     from models.generation.command import run_generation
 
     return run_generation(arguments, settings)

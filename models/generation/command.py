@@ -1,42 +1,27 @@
 """What ``python -m models.generation`` does with its arguments."""
 
 import argparse
-import contextlib
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from models.errors import UsageError, UserError
-from models.evaluation.command import arm_to_score, expand
+from models.generation.flags import open_options
 from models.generation.loop import Timing, generate
+from models.generation.opened import open_model
 from models.generation.output import JsonOutput, TextOutput
 from models.generation.settings import GenerationSettings
-from models.ops import check_impl, describe_ops
-from models.packed.export import pack_model
-from models.settings import from_nested, override
-from models.training.checkpoint import Checkpoint
-from models.training.loop import autocast, choose_device
 from models.training.signals import StopRequest
 
 
 def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) -> int:
     """Generate and print. Returns the exit code: 0, or 128 + the number of the signal that stopped it."""
     prompts = read_prompts(arguments.prompts)
-    checkpoint = one_checkpoint(Path(arguments.checkpoint))
-    device = choose_device(arguments.device)
-    arm = arm_to_score(checkpoint, arguments.impl)
-    check_impl(arm.impl, device)
-    run = from_nested(checkpoint.config)
-    run = override(run, {"train.dtype": arguments.dtype}) if arguments.dtype else run
-    print(f"{checkpoint.path}, {describe_ops(arm, device)}, {run.train.dtype} on {device}", file=sys.stderr)
-    tokenizer = checkpoint.load_tokenizer()
-    model = checkpoint.load_model(impl=arm.impl).to(device)
-    if model.description.body.linear == "bitnet" and not model.description.body.packed:
-        model = pack_model(model)  # the same numbers from fewer bytes
+    model = open_model(Path(arguments.model), open_options(arguments))
+    print(model.about, file=sys.stderr)
     timing = Timing()
-    with StopRequest() as stop, autocast(run, device), _silent("tablefree.kernels"):  # would say the same amid the text
-        pieces = generate(model, tokenizer, prompts, settings, should_stop=lambda: stop.number is not None, timing=timing)
+    with StopRequest() as stop, model.running():
+        reader = model.new_reader()
+        pieces = generate(reader, model.codec, prompts, settings, should_stop=lambda: stop.number is not None, timing=timing)
         if arguments.json:
             output = JsonOutput(prompts, settings.samples, sys.stdout)
         else:
@@ -44,29 +29,18 @@ def run_generation(arguments: argparse.Namespace, settings: GenerationSettings) 
         for piece in pieces:
             output.add(piece)
     if arguments.stats:
-        print(speeds(timing), file=sys.stderr)
+        print(f"{speeds(timing)}; peak memory {peak_memory() / 1e6:,.1f} MB", file=sys.stderr)
     return 0 if stop.number is None else 128 + stop.number
 
 
-@contextlib.contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """A block in which a logger is not heard below warnings."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+def peak_memory() -> int:
+    """The most memory this program has held, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage also counts what the process held before it became this program
+        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    import resource
 
-
-def one_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint that ``path`` means. Raises UsageError when it holds several runs."""
-    found = expand(path)
-    if len(found) > 1:
-        names = ", ".join(name for name, _ in found)
-        raise UsageError(f"{path}: holds {len(found)} runs; give one of {names}")
-    return found[0][1]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def read_prompts(given: list[tuple[str, str]]) -> list[str]:

@@ -1,19 +1,14 @@
-"""The loop: prompts in, pieces of text out, a token of every row per step."""
+"""The loop: prompts in, pieces of text out, a token of every row per step. Whatever reads and draws tokens is a ``Reader``."""
 
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from kernels.code_loss import sample_scores
-from models.arm import LanguageModel
-from models.bodies import KVCache
 from models.errors import UsageError, UserError
+from models.generation.reader import Reader, TextCodec
 from models.generation.settings import GenerationSettings
 from models.generation.text import TextStream
-from models.vocab.tokenizer import Tokenizer
 
 REASONS = {
     "end": "the document ended",
@@ -57,8 +52,8 @@ class Timing:
 
 
 def generate(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    reader: Reader,
+    tokenizer: TextCodec,
     prompts: Sequence[str],
     settings: GenerationSettings,
     *,
@@ -67,30 +62,29 @@ def generate(
 ) -> Iterator[Piece]:
     """Continue each prompt as ``settings`` say; yields pieces of all rows of a batch in turn.
 
-    Every prompt begins a document: the token that stood before one in training is put before it. The model is used where and as
-    it is (device, autocast). Rows that ``should_stop``, asked after each step, breaks off end with the reason "interrupted".
+    Every prompt begins a document: the token that stood before one in training is put before it. Rows that ``should_stop``, asked
+    after each step, breaks off end with the reason "interrupted".
 
     Raises UsageError, before anything is computed, for a prompt that is not text or exceeds the context; UserError when the
     tokenizer is not the model's.
     """
-    if tokenizer.vocab_size != model.description.vocab_size:
-        sizes = f"{tokenizer.vocab_size:,} ids, the model {model.description.vocab_size:,}"
+    if tokenizer.vocab_size != reader.vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} ids, the model {reader.vocab_size:,}"
         raise UserError(f"the tokenizer is not the model's: it has {sizes}")
-    context = model.description.body.context
-    starts = [prompt_ids(tokenizer, prompt, context, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
+    starts = [prompt_ids(tokenizer, prompt, reader.context, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
     rows = [
-        _Row(i, sample, list(start), noise_position(start, sample), TextStream(tokenizer.vocabulary.tokens, settings.stop))
+        _Row(i, sample, list(start), noise_position(start, sample), TextStream(tokenizer.tokens, settings.stop))
         for i, start in enumerate(starts)
         for sample in range(settings.samples)
     ]
-    ends = _Ends(None if settings.ignore_eos else tokenizer.eos_id, settings.max_tokens, context)
+    ends = _Ends(None if settings.ignore_eos else tokenizer.eos_id, settings.max_tokens, reader.context)
     batches = [rows[a : a + settings.batch_size] for a in range(0, len(rows), settings.batch_size)]
-    return _run(model, batches, ends, settings, should_stop, timing or Timing())
+    return _run(reader, batches, ends, settings, should_stop, timing or Timing())
 
 
 def complete(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    reader: Reader,
+    tokenizer: TextCodec,
     prompts: Sequence[str],
     settings: GenerationSettings,
     *,
@@ -98,7 +92,7 @@ def complete(
 ) -> list[Completion]:
     """The whole continuations, ``settings.samples`` of each prompt in turn. Arguments and errors as in ``generate``."""
     done = {(i, sample): Completion(prompt, sample) for i, prompt in enumerate(prompts) for sample in range(settings.samples)}
-    for piece in generate(model, tokenizer, prompts, settings, timing=timing):
+    for piece in generate(reader, tokenizer, prompts, settings, timing=timing):
         add_piece(done[piece.prompt, piece.sample], piece)
     return list(done.values())
 
@@ -110,7 +104,7 @@ def add_piece(completion: Completion, piece: Piece) -> None:
     completion.reason = piece.reason
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, context: int, name: str = "the prompt") -> list[int]:
+def prompt_ids(tokenizer: TextCodec, prompt: str, context: int, name: str = "the prompt") -> list[int]:
     """The ids that stand for ``prompt``: the token before a document, if the tokenizer has one, and the text.
 
     Raises UsageError that begins with ``name`` for what is not text, is too long, or leaves nothing to begin with.
@@ -180,9 +174,8 @@ class _Ends:
         return "context" if len(row.ids) > self.context else None  # the newest token has not been read yet: it must fit too
 
 
-@torch.inference_mode()
 def _run(
-    model: LanguageModel,
+    reader: Reader,
     batches: list[list[_Row]],
     ends: _Ends,
     settings: GenerationSettings,
@@ -190,10 +183,9 @@ def _run(
     timing: Timing,
 ) -> Iterator[Piece]:
     for rows in batches:
-        reader = (_CachedReader if settings.cache else _Reader)(model, settings.max_tokens)
         began = time.perf_counter()
-        hidden = _read_prompts(reader, rows, timing)
-        tokens = _draw(model, hidden, rows, settings)
+        _read_prompts(reader, rows, settings, timing)
+        tokens = _draw(reader, rows, settings)
         timing.prompt_seconds += time.perf_counter() - began
         while True:
             pieces = [row.take(token, ends) for row, token in zip(rows, tokens, strict=True)]
@@ -208,77 +200,21 @@ def _run(
             if len(left) < len(rows):
                 rows = [rows[i] for i in left]
                 reader.keep(left)
-            tokens = _draw(model, reader.step([row.ids[-1] for row in rows]), rows, settings)
+            reader.step([row.ids[-1] for row in rows])
+            tokens = _draw(reader, rows, settings)
             timing.new_seconds += time.perf_counter() - began
             timing.new_tokens += len(rows)
 
 
-def _read_prompts(reader: "_Reader", rows: list[_Row], timing: Timing) -> torch.Tensor:
-    """Read each prompt once; the last hidden states [rows, d]."""
+def _read_prompts(reader: Reader, rows: list[_Row], settings: GenerationSettings, timing: Timing) -> None:
+    """Read each prompt once, and go on with a row for each of its samples."""
     prompts = {row.prompt: row.ids for row in rows}
     timing.prompt_tokens += sum(map(len, prompts.values()))
     places = {prompt: place for place, prompt in enumerate(prompts)}
-    hidden = reader.start(list(prompts.values()))
-    chosen = [places[row.prompt] for row in rows]
-    if len(chosen) > len(prompts):
-        reader.keep(chosen)
-    return hidden[chosen]
+    reader.start(list(prompts.values()), settings.max_tokens)
+    if len(rows) > len(prompts):
+        reader.keep([places[row.prompt] for row in rows])
 
 
-def _draw(model: LanguageModel, hidden: torch.Tensor, rows: list[_Row], settings: GenerationSettings) -> list[int]:
-    """The next token of each row, from its last hidden state [rows, d]."""
-    options = settings.sampling(model.description.vocab_size)
-    options["positions"] = torch.tensor([row.noise for row in rows], device=hidden.device)
-    if settings.repetition_penalty == 1:
-        return model.head.sample(hidden, **options).tolist()
-    scores = model.head.logits(hidden)
-    for row_scores, row in zip(scores, rows, strict=True):
-        seen = torch.tensor(sorted(set(row.ids)), device=hidden.device)
-        found = row_scores[seen]
-        penalty = settings.repetition_penalty  # Keskar et al., CTRL (arXiv 1909.05858), as transformers has it for scores below 0
-        row_scores[seen] = torch.where(found > 0, found / penalty, found * penalty)
-    return sample_scores(scores, **options).tolist()
-
-
-class _Reader:
-    """Reads rows and gives the hidden state of each one's last token, [rows, d]; here by reading whole rows again each time."""
-
-    def __init__(self, model: LanguageModel, max_tokens: int) -> None:
-        self.model, self.max_tokens = model, max_tokens
-        self.device = next(model.parameters()).device
-        self.rows: list[list[int]] = []
-
-    def start(self, prompts: list[list[int]]) -> torch.Tensor:
-        self.rows = [list(prompt) for prompt in prompts]
-        return self._read(None)
-
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows; one may be named more than once."""
-        self.rows = [list(self.rows[row]) for row in rows]
-
-    def step(self, tokens: list[int]) -> torch.Tensor:
-        for row, token in zip(self.rows, tokens, strict=True):
-            row.append(token)
-        return self._read(None)
-
-    def _read(self, cache: KVCache | None) -> torch.Tensor:
-        counts = [len(row) for row in self.rows]
-        padded = [row + [0] * (max(counts) - len(row)) for row in self.rows]
-        return self.model.last_hidden(torch.tensor(padded, device=self.device), counts, cache)
-
-
-class _CachedReader(_Reader):
-    """Reads every token once and keeps its keys and values."""
-
-    def start(self, prompts: list[list[int]]) -> torch.Tensor:
-        config = self.model.description.body
-        # A row's last token is drawn and never read.
-        self.cache = KVCache(config, min(config.context, max(map(len, prompts)) + self.max_tokens - 1))
-        self.rows = prompts
-        return self._read(self.cache)
-
-    def keep(self, rows: list[int]) -> None:
-        self.cache.keep(torch.tensor(rows, device=self.device))
-
-    def step(self, tokens: list[int]) -> torch.Tensor:
-        return self.model.last_hidden(torch.tensor(tokens, device=self.device)[:, None], cache=self.cache)
+def _draw(reader: Reader, rows: list[_Row], settings: GenerationSettings) -> list[int]:
+    return reader.draw([row.noise for row in rows], [row.ids for row in rows], settings)

@@ -6,6 +6,8 @@ from typing import Any
 
 from models.errors import UsageError
 
+MOST_SAMPLES = 100_000  # all rows of a call are known before the first is read
+
 
 @dataclass(frozen=True)
 class GenerationSettings:
@@ -25,7 +27,6 @@ class GenerationSettings:
     max_tokens: int = 128  # new tokens of a continuation, at most
     stop: tuple[str, ...] = ()  # a continuation ends before the first of these texts
     ignore_eos: bool = False  # go on past the end of a document
-    cache: bool = True  # keep keys and values between tokens instead of computing them again
     batch_size: int = 16  # rows at once
 
     def __post_init__(self) -> None:
@@ -51,6 +52,8 @@ class GenerationSettings:
             found.append(f"seed must be a 64-bit integer, got {self.seed!r}")
         if not all(self.stop):
             found.append("stop must not be an empty text")
+        if isinstance(self.samples, int) and self.samples > MOST_SAMPLES:
+            found.append(f"samples must be at most {MOST_SAMPLES:,}, got {self.samples:,}")
         found += [f"stop must be valid UTF-8, got {text!r}" for text in self.stop if not _is_utf8(text)]
         return found
 

@@ -1,23 +1,20 @@
-"""Write a checkpoint for inference only: a bitnet body's linear weights at 2 bits, no optimizer state, everything else as it was.
+"""Trained arms made small for inference: as a checkpoint with 2-bit weights, or as one packed file (docs/tfree.md)."""
 
-    python -m models.packed.export runs/bitnet packed/bitnet
-    python evaluate.py packed/bitnet                          # the same loss, to the last bit
-
-The layers compute from the ternary values of their weights alone, so the packed model gives the same numbers. Training cannot go on
-from it.
-"""
-
-import argparse
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from models.cli import add_common_flags, run_cli
+from models.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from models.arm import LanguageModel
+    from models.packed.sections import Rounding
+    from models.packed.writing import NewTensor
     from models.training.checkpoint import Checkpoint
+    from models.vocab.tokenizer import Tokenizer
 
 
 def pack_model(model: "LanguageModel") -> "LanguageModel":
@@ -36,7 +33,6 @@ def packed_state(model: "LanguageModel") -> "dict[str, Tensor]":
     """The state of ``model`` with NAME.packed and NAME.scale in place of the weight of each bitnet layer NAME."""
     from kernels.bitlinear import pack_ternary
     from models.bodies.layers import BitLinear
-    from models.errors import UserError
 
     state = model.state_dict()
     for name, layer in model.named_modules():
@@ -48,13 +44,21 @@ def packed_state(model: "LanguageModel") -> "dict[str, Tensor]":
     return state
 
 
-def export(checkpoint: "Checkpoint", out: Path) -> list[dict]:
+def require_new(out: Path) -> None:
+    """Raise UserError when ``out`` exists; what killed processes left beside it is removed."""
+    from models.files import recover
+
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out}: exists already; give another OUT")
+    recover(out)
+
+
+def export_checkpoint(checkpoint: "Checkpoint", out: Path) -> list[dict[str, Any]]:
     """Write the packed form of ``checkpoint`` as the folder ``out``; returns rows of what takes how many bytes, trained and packed.
 
-    Raises UserError when the checkpoint has no packed form, or ``out`` exists or cannot be written.
+    The layers compute from the ternary values of their weights alone, so the packed model gives the same numbers. Raises UserError
+    when the checkpoint has no packed form, or ``out`` exists or cannot be written.
     """
-    from models.errors import UserError
-    from models.files import recover, sha256
     from models.training.checkpoint import Snapshot, write_checkpoint
 
     body = checkpoint.description.body
@@ -63,12 +67,10 @@ def export(checkpoint: "Checkpoint", out: Path) -> list[dict]:
     if body.linear != "bitnet":
         raise UserError(
             f"{checkpoint.path}: its body has {body.linear} linear layers, and only ternary weights can be packed: train the arm "
-            "with --linear bitnet"
+            "with --linear bitnet, or export to a .tfree file"
         )
-    if out.exists() or out.is_symlink():
-        raise UserError(f"{out}: exists already; give another folder")
-    recover(out)  # what a killed process left of it
-    state = checkpoint.state | {"packed_from": sha256(checkpoint.path / "model.safetensors")}
+    require_new(out)
+    state = checkpoint.state | {"packed_from": checkpoint.weights_sha256}
     trained = checkpoint.load_model()
     packed = pack_model(trained)
     write_checkpoint(out, Snapshot(packed, None, state, checkpoint.config, checkpoint.path / "tokenizer.json"))
@@ -78,40 +80,61 @@ def export(checkpoint: "Checkpoint", out: Path) -> list[dict]:
 
 def sizes(folder: Path, model: "LanguageModel") -> dict[str, int]:
     """Bytes of the body's linear weights with their scales, of the model file, and of the whole checkpoint."""
+    whole = sum(file.stat().st_size for file in folder.iterdir())
+    return {"linear weights": linear_bytes(model), "model": (folder / "model.safetensors").stat().st_size, "checkpoint": whole}
+
+
+def linear_bytes(model: "LanguageModel") -> int:
+    """Bytes of the body's bitnet layers, packed or not, with their scales."""
     from models.bodies.layers import BitLinear, PackedBitLinear
 
     linear = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, BitLinear))
-    linear += sum(layer.packed.nbytes + layer.scale.nbytes for layer in model.modules() if isinstance(layer, PackedBitLinear))
-    whole = sum(file.stat().st_size for file in folder.iterdir())
-    return {"linear weights": linear, "model": (folder / "model.safetensors").stat().st_size, "checkpoint": whole}
+    return linear + sum(m.packed.nbytes + m.scale.nbytes for m in model.modules() if isinstance(m, PackedBitLinear))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.packed.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder (its newest) or a checkpoint's")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
-    add_common_flags(parser)
-    return parser
+def export_file(checkpoint: "Checkpoint", out: Path, rounding: "Rounding") -> list[dict[str, Any]]:
+    """Write the arm of ``checkpoint`` (any; packed or not) as the packed file ``out``, whole or not at all.
+
+    Returns rows of what takes how many bytes, trained and packed. Raises UserError when ``out`` exists or a weight has no place in
+    its dtype, OSError when the disk refuses.
+    """
+    from models.packed.writing import write_file
+
+    require_new(out)
+    tokenizer, model = checkpoint.load_tokenizer(), checkpoint.load_model(impl="auto")
+    size = model.description.vocab_size
+    if tokenizer.vocab_size > size:
+        raise UserError(f"{checkpoint.path}: its tokenizer has {tokenizer.vocab_size:,} ids, the model only {size:,}")
+    if model.description.body.linear == "bitnet" and not model.description.body.packed:
+        model = pack_model(model)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_file(out, index_of(checkpoint, model, tokenizer), _tensors(checkpoint, model, tokenizer, rounding))
+    return [{"what": "model", "trained": checkpoint.model_bytes, "packed": out.stat().st_size}]
 
 
-def main(argv: list[str]) -> int:
-    arguments = build_parser().parse_args(argv)
-    from models.tables import format_bytes, markdown_table
-    from models.training.checkpoint import find_checkpoint
+def index_of(checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Tokenizer") -> dict[str, Any]:
+    """The index of a packed file without its tensors."""
+    from models.settings import override
 
-    rows = export(find_checkpoint(arguments.checkpoint), arguments.out)
-    columns = (
-        ("bytes of", lambda r: r["what"]),
-        ("trained", lambda r: format_bytes(r["trained"])),
-        ("packed", lambda r: format_bytes(r["packed"])),
-        ("smaller", lambda r: f"{r['trained'] / r['packed']:.1f}x"),
-    )
-    print(markdown_table(rows, columns), end="")
-    print(f"\n{arguments.out}: for inference only")
-    return 0
+    settings = override(checkpoint.settings, {"arm.impl": "auto"})  # which ops run is not the file's affair
+    return {
+        "model": model.description.to_json(),
+        "tokenizer": {"ids": tokenizer.vocab_size, "words": 0},
+        "start_id": tokenizer.start_id,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "context": checkpoint.settings.data.seq_len,
+        "made_from": {
+            "config": dataclasses.asdict(settings), "state": checkpoint.state, "weights_sha256": checkpoint.weights_sha256,
+        },
+    }  # fmt: skip
 
 
-if __name__ == "__main__":
-    run_cli(main)
+def _tensors(
+    checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Tokenizer", rounding: "Rounding"
+) -> "Iterator[NewTensor]":
+    from models.packed.sections import model_tensors, tokenizer_tensors
+
+    yield from model_tensors(model.state_dict(), model.description.arm, rounding)
+    text = (checkpoint.path / "tokenizer.json").read_bytes()
+    yield from tokenizer_tensors(tokenizer, model.description.vocab_size, text)

@@ -4,7 +4,7 @@ with ``weights_only=True``: nothing pickled is ever executed.
     checkpoints/step_00000200/   model.safetensors  model.json  optimizer.pt  state.json  config.json  tokenizer.json  manifest.json
 
 ``manifest.json`` holds the hash of each other file. The folder is written under another name, synced, then renamed. A packed
-checkpoint (``python -m models.packed.export``) is the same without ``optimizer.pt``, its ternary weights at 2 bits.
+checkpoint (``python -m models.packed export``) is the same without ``optimizer.pt``, its ternary weights at 2 bits.
 """
 
 import contextlib
@@ -53,9 +53,18 @@ class Checkpoint:
             return from_nested(self.config)
 
     @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
     def model_bytes(self) -> int:
         """Size of the weights file, fixed codes included."""
         return (self.path / "model.safetensors").stat().st_size
+
+    @property
+    def weights_sha256(self) -> str:
+        """The hash of the weights file (which opening the checkpoint has verified)."""
+        return read_json(self.path / MANIFEST)["files"]["model.safetensors"]
 
     @property
     def description(self) -> ModelDescription:
@@ -65,7 +74,7 @@ class Checkpoint:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, its ``start_id`` what stood before each document in training."""
-        tokenizer = load_tokenizer(self.path / "tokenizer.json")
+        tokenizer = load_tokenizer(self.tokenizer_path)
         if "start_id" in self.state:  # a converted model's; our own training text has the end of a document there
             tokenizer.start_id = self.state["start_id"]
         return tokenizer
@@ -123,7 +132,7 @@ def load_weights(model: LanguageModel, path: Path, assign: bool) -> None:
         if isinstance(module, PackedBitLinear) and (fault := module.fault()):
             raise UserError(
                 f"{path}: {name}.{fault}: the file is damaged or was packed by another program; pack the trained checkpoint again "
-                "(python -m models.packed.export)"
+                "(python -m models.packed export)"
             )
 
 
@@ -189,11 +198,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise UserError(f"{path}: {name} is missing; use another checkpoint")
         if sha256(path / name) != digest:
             raise UserError(f"{path / name}: damaged (its hash is not the one in {MANIFEST}); use another checkpoint")
-    return Checkpoint(path, state=_read_state(path / "state.json"), config=read_json(path / "config.json"))
+    state = checked_state(read_json(path / "state.json"), path / "state.json")
+    return Checkpoint(path, state, config=read_json(path / "config.json"))
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    state = read_json(path)
+def checked_state(state: Any, path: Path) -> dict[str, Any]:
+    """``state`` (of the file ``path``) if it is STATE and perhaps more. Raises UserError."""
     if isinstance(state, dict):
         state.setdefault("ranks", 1)  # checkpoints of before there were several
     for name, kinds in STATE.items():

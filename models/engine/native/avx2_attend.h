@@ -106,11 +106,11 @@ TF_INLINE void mean_values(int kind, int queries, stream values, int from, int u
 }
 
 TF_INLINE void attend_tile(int kind, int queries, stream keys, stream values, const float *q, float scale, int from, int used,
-                        float *weights, float *out) {
+                        float *weights, float *out, float *peak, float *total) {
     int n = used - from;
     key_scores(kind, queries, keys, q, scale, from, used, weights);
     for (int h = 0; h < queries; h++) {
-        float inverse = tf_softmax(weights + h * n, n);
+        float inverse = tf_softmax(weights + h * n, n, peak + h, total + h);
         for (int i = 0; i < n; i++) weights[h * n + i] *= kind == TF_INT8 ? inverse * values.scales[from + i] : inverse;
     }
     mean_values(kind, queries, values, from, used, weights, out);
@@ -118,30 +118,33 @@ TF_INLINE void attend_tile(int kind, int queries, stream keys, stream values, co
 
 /* Four query heads together, the rest one by one: groups of other sizes are rare and small. */
 TF_INLINE void attend_kind(int kind, stream keys, stream values, const float *q, int queries, float scale, int from, int used,
-                        float *weights, float *out) {
+                        float *weights, float *out, float *peak, float *total) {
     int h = 0, width = keys.width;
-    for (; h + 4 <= queries; h += 4) attend_tile(kind, 4, keys, values, q + h * width, scale, from, used, weights, out + h * width);
-    for (; h + 2 <= queries; h += 2) attend_tile(kind, 2, keys, values, q + h * width, scale, from, used, weights, out + h * width);
-    for (; h < queries; h++) attend_tile(kind, 1, keys, values, q + h * width, scale, from, used, weights, out + h * width);
+    for (; h + 4 <= queries; h += 4)
+        attend_tile(kind, 4, keys, values, q + h * width, scale, from, used, weights, out + h * width, peak + h, total + h);
+    for (; h + 2 <= queries; h += 2)
+        attend_tile(kind, 2, keys, values, q + h * width, scale, from, used, weights, out + h * width, peak + h, total + h);
+    for (; h < queries; h++)
+        attend_tile(kind, 1, keys, values, q + h * width, scale, from, used, weights, out + h * width, peak + h, total + h);
 }
 
 static void attend_int8(stream keys, stream values, const float *q, int queries, float scale, int from, int used, float *weights,
-                        float *out) {
-    attend_kind(TF_INT8, keys, values, q, queries, scale, from, used, weights, out);
+                        float *out, float *peak, float *total) {
+    attend_kind(TF_INT8, keys, values, q, queries, scale, from, used, weights, out, peak, total);
 }
 
 static void attend_float16(stream keys, stream values, const float *q, int queries, float scale, int from, int used, float *weights,
-                           float *out) {
-    attend_kind(TF_FLOAT16, keys, values, q, queries, scale, from, used, weights, out);
+                           float *out, float *peak, float *total) {
+    attend_kind(TF_FLOAT16, keys, values, q, queries, scale, from, used, weights, out, peak, total);
 }
 
 static void attend(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q, int queries,
-                   float scale, int from, int used, float *scratch, float *out) {
+                   float scale, int from, int used, float *scratch, float *out, float *peak, float *total) {
     stream k = stream_of(kind, keys, slots, heads, width, head), v = stream_of(kind, values, slots, heads, width, head);
     if (kind == TF_KV_INT8)
-        attend_int8(k, v, q, queries, scale, from, used, scratch, out);
+        attend_int8(k, v, q, queries, scale, from, used, scratch, out, peak, total);
     else
-        attend_float16(k, v, q, queries, scale, from, used, scratch, out);
+        attend_float16(k, v, q, queries, scale, from, used, scratch, out, peak, total);
 }
 
 #endif

@@ -71,12 +71,14 @@ static inline void tf_layer_norm(const float *x, const float *gain, const float 
         for (int i = 0; i < n; i++) out[i] += bias[i];
 }
 
-/* Weights e^(s - max s) in place of the scores s; returns one over their sum. */
-static inline float tf_softmax(float *s, int n) {
+/* Weights e^(s - max s) in place of the scores s; the largest score, the weights' sum; returns one over that. */
+static inline float tf_softmax(float *s, int n, float *peak, float *total) {
     float largest = -INFINITY;
     for (int i = 0; i < n; i++) largest = s[i] > largest ? s[i] : largest;
     for (int i = 0; i < n; i++) s[i] = tf_exp(s[i] - largest);
-    return 1.0f / tf_sum(s, n, 0, 1.0f, 0.0f);
+    *peak = largest;
+    *total = tf_sum(s, n, 0, 1.0f, 0.0f);
+    return 1.0f / *total;
 }
 
 /* kernels.h: quantise. The steps are those of kernels/bitlinear/eager.py: over a power of two first, so that no square overflows. */

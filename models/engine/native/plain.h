@@ -45,8 +45,8 @@ TF_INLINE float plain_element(int kind, const void *vector, int i) {
     return kind == TF_KV_INT8 ? (float)((const int8_t *)vector)[i] : tf_from_half(((const uint16_t *)vector)[i]);
 }
 
-TF_INLINE void plain_attend_one(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q,
-                              float scale, int from, int used, float *weights, float *out) {
+TF_INLINE void plain_attend_one(int kind, const void *keys, const void *values, int slots, int heads, int width, int head,
+                                const float *q, float scale, int from, int used, float *weights, float *out, float *peak, float *total) {
     const float *key_scales = tf_kv_scales(kind, keys, slots, heads, width, head);
     const float *value_scales = tf_kv_scales(kind, values, slots, heads, width, head);
     for (int slot = from; slot < used; slot++) {
@@ -55,7 +55,7 @@ TF_INLINE void plain_attend_one(int kind, const void *keys, const void *values, 
         for (int i = 0; i < width; i++) lane[i % 8] += q[i] * plain_element(kind, key, i);
         weights[slot - from] = tf_tree(lane) * (kind == TF_KV_INT8 ? scale * key_scales[slot] : scale);
     }
-    float inverse = tf_softmax(weights, used - from);
+    float inverse = tf_softmax(weights, used - from, peak, total);
     memset(out, 0, (size_t)width * sizeof *out);
     for (int slot = from; slot < used; slot++) {
         const void *value = tf_kv_vector(kind, values, slots, width, slot, head);
@@ -64,13 +64,14 @@ TF_INLINE void plain_attend_one(int kind, const void *keys, const void *values, 
     }
 }
 
-static inline void plain_attend(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q, int queries,
-                   float scale, int from, int used, float *scratch, float *out) {
-    for (int h = 0; h < queries; h++, q += width, out += width) {
+/* The kind is written out here too. */
+static inline void plain_attend(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q,
+                                int queries, float scale, int from, int used, float *scratch, float *out, float *peak, float *total) {
+    for (int h = 0; h < queries; h++, q += width, out += width, peak++, total++) {
         if (kind == TF_KV_INT8)
-            plain_attend_one(TF_KV_INT8, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out);
+            plain_attend_one(TF_KV_INT8, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out, peak, total);
         else
-            plain_attend_one(TF_KV_FLOAT16, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out);
+            plain_attend_one(TF_KV_FLOAT16, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out, peak, total);
     }
 }
 

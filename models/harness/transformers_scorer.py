@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from models.convert.transformers_checkpoint import Source
 from models.convert.transformers_checkpoint import load_transformers as load_model
 from models.errors import UserError
-from models.evaluation.scoring import Ids
 from models.files import sha256
 from models.generation.settings import GenerationSettings
+from models.harness.scoring import Ids
 from models.vocab.packages import PACKAGED, need, packaged_gguf
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")

@@ -15,8 +15,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from models.errors import UserError
-from models.evaluation.scoring import Answer, Ids, Scorer, score_continuations, shared_rows
 from models.generation.settings import GenerationSettings
+from models.harness.scoring import Answer, Ids, Scorer, score_continuations, shared_rows
 
 CUT = "contexts cut from the left to fit the model"
 SPLIT = "continuations longer than the model's context, scored window by window"

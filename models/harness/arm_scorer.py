@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from models.errors import UserError
-from models.evaluation.scoring import Ids
-from models.files import read_json
+from models.evaluation.command import Saved
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
-from models.settings import ArmSettings, RunSettings, from_nested
-from models.training.checkpoint import MANIFEST, Checkpoint
+from models.generation.torch_reader import TorchReader
+from models.harness.scoring import Ids
+from models.settings import ArmSettings, RunSettings
 from models.training.loop import autocast
 
 
 class ArmScorer:
     """The model of a checkpoint, in the arithmetic it was trained in. ``context`` is the length of its training rows."""
 
-    def __init__(self, name: str, checkpoint: Checkpoint, arm: ArmSettings, device: torch.device) -> None:
+    def __init__(self, name: str, checkpoint: Saved, arm: ArmSettings, device: torch.device) -> None:
         """``arm``: the checkpoint's, its ops perhaps run by another implementation. Raises UserError for a damaged checkpoint."""
-        self._settings: RunSettings = from_nested(checkpoint.config)
+        self._settings: RunSettings = checkpoint.settings
         self._checkpoint, self._device, self._impl = checkpoint, device, arm.impl
         self._model = checkpoint.load_model(impl=arm.impl).to(device)
         self._tokenizer = checkpoint.load_tokenizer()
@@ -47,14 +47,13 @@ class ArmScorer:
 
     def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:
         with autocast(self._settings, self._device):
-            return [completion.text for completion in complete(self._model, self._tokenizer, prompts, settings)]
+            return [completion.text for completion in complete(TorchReader(self._model), self._tokenizer, prompts, settings)]
 
     def describe(self) -> dict[str, Any]:
-        weights = read_json(self._checkpoint.path / MANIFEST)["files"]["model.safetensors"]
         return {
             "checkpoint": str(self._checkpoint.path),
             "step": self._checkpoint.step,
-            "weights_sha256": weights,
+            "weights_sha256": self._checkpoint.weights_sha256,
             "impl": self._impl,
             "dtype": self._settings.train.dtype,
             "context": self.context,

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.evaluation.intervals import AGGREGATIONS, Estimate, difference, estimate
-from models.evaluation.tasks import Asked
+from models.harness.intervals import AGGREGATIONS, Estimate, difference, estimate
+from models.harness.tasks import Asked
 from models.tables import markdown_table
 
 Row = dict[str, Any]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from models.errors import UsageError, UserError
-from models.evaluation.command import arm_to_score, expand, refuse, require_writable
-from models.evaluation.scoring import Scorer
-from models.evaluation.task_chart import FORMATS
-from models.evaluation.tasks import FEWSHOT_SEED, INSTALL, Asked, load_tasks
+from models.evaluation.command import arm_to_score, expand, refuse, require_writable, uses_engine
 from models.files import write_json
+from models.harness.chart import FORMATS
+from models.harness.scoring import Scorer
+from models.harness.tasks import FEWSHOT_SEED, INSTALL, Asked, load_tasks
 from models.ops import check_impl
 from models.training.loop import choose_device
 from models.training.progress import ProgressLine
@@ -56,7 +56,7 @@ def evaluate_task(scorer: Scorer, asked: Asked, batch_tokens: int, limit: int | 
     """What lm-eval's ``evaluate`` returns for one task, and how many requests were not scored as they stand, by reason."""
     from lm_eval.evaluator import evaluate
 
-    from models.evaluation.adapter import HarnessModel
+    from models.harness.adapter import HarnessModel
 
     print(f"{scorer.name}: {asked.name}", file=sys.stderr)
     line: ProgressLine | None = None
@@ -101,7 +101,7 @@ class Report:
 
     def add(self, model: str, asked: Asked, evaluated: dict[str, Any], notes: dict[str, int]) -> None:
         """One model's results on one task."""
-        from models.evaluation.task_results import question_rows, score_rows
+        from models.harness.results import question_rows, score_rows
 
         self._rows += score_rows(model, asked, evaluated)
         self._notes += [{"model": model, "task": asked.name, "what": what, "requests": count} for what, count in notes.items()]
@@ -116,7 +116,7 @@ class Report:
             write_json(self._json, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        from models.evaluation.task_results import difference_rows
+        from models.harness.results import difference_rows
 
         return {
             "complete": self.complete,
@@ -134,8 +134,8 @@ class Report:
         """Print the tables and write the files, of all that was added."""
         if not self._rows:
             return
-        from models.evaluation.task_chart import draw_scores
-        from models.evaluation.task_results import difference_rows, difference_table, score_table
+        from models.harness.chart import draw_scores
+        from models.harness.results import difference_rows, difference_table, score_table
 
         print(score_table(self._rows), end="")
         differences = difference_rows(self._rows)
@@ -177,14 +177,18 @@ def _need_harness() -> None:
 
 def _subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[Subject]:
     """Every model, checked but not loaded."""
-    from models.evaluation.arm_scorer import ArmScorer
+    from models.harness.arm_scorer import ArmScorer
+    from models.harness.engine_scorer import EngineScorer
 
     for name, checkpoint in (found for path in arguments.paths for found in expand(Path(path))):
+        if uses_engine(checkpoint, arguments.impl):
+            yield name, lambda path=checkpoint.path: EngineScorer(path)
+            continue
         arm = arm_to_score(checkpoint, arguments.impl)
         check_impl(arm.impl, device)
         yield name, lambda name=name, checkpoint=checkpoint, arm=arm: ArmScorer(name, checkpoint, arm, device)
     for spec in arguments.hf:
-        from models.evaluation.transformers_scorer import load_transformers
+        from models.harness.transformers_scorer import load_transformers
 
         yield spec, lambda spec=spec: load_transformers(spec, device)
 

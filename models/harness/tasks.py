@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.errors import UsageError, UserError, unknown_name
-from models.evaluation import packaged_tasks, sequences
+from models.harness import packaged, sequences
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 OWN = {sequences.CONFIG["task"]: sequences.CONFIG}
@@ -33,7 +33,7 @@ def load_tasks(names: Sequence[str], offline: bool, shots: int | None) -> list[A
     """
     names, known, manager = list(dict.fromkeys(names)), set(OWN), None
     if set(names) - known and offline:
-        known |= set(packaged_tasks.known_tasks())
+        known |= set(packaged.known_tasks())
     elif set(names) - known:
         manager = _all_tasks()
         known |= set(manager.all_tasks)
@@ -66,7 +66,7 @@ def _load(name: str, manager: Any) -> Asked:
         if name in OWN:
             return Asked(name, TaskManager(include_defaults=False).load([OWN[name]])["tasks"], {})
         if manager is None:
-            return Asked(name, packaged_tasks.load_packaged(name), {})
+            return Asked(name, packaged.load_packaged(name), {})
         loaded = manager.load([name])
         return Asked(name, loaded["tasks"], loaded.get("groups", {}))
     except UserError:

@@ -1,0 +1,85 @@
+"""The process that is measured: reads one JSON request from its argument, prints one line of JSON.
+
+Request: ``engine`` ("engine" or "eager"), ``file`` (a .tfree file), ``threads``, ``decode`` ([[depth, tokens], ...]), ``prefill``
+(tokens, or 0), ``floor_bytes`` (0: none). Answer: {"decode": [tokens/s], "prefill": tokens/s or null, "floor": [seconds]}.
+Nothing but the engine is imported here: what this process holds is what a user's would.
+"""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+WARM_TOKENS = 4
+
+
+class Generator(Protocol):
+    """What is measured of a model."""
+
+    vocab_size: int
+
+    def start(self, tokens: int) -> None:
+        """Forget everything read; at most so many tokens come now."""
+
+    def read(self, ids: list[int]) -> int:
+        """Read tokens behind those already read; the best next one."""
+
+
+def engine(file: str, threads: int) -> Generator:
+    from bench.generation.engine_session import EngineSession
+
+    return EngineSession(file, threads)
+
+
+def eager(file: str, threads: int) -> Generator:
+    from bench.generation.eager_session import EagerSession
+
+    return EagerSession(file, threads)
+
+
+ENGINES: dict[str, Callable[[str, int], Generator]] = {"engine": engine, "eager": eager}
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Load the model and take every point of the request in turn."""
+    model = ENGINES[request["engine"]](request["file"], request["threads"])
+    ids = random.Random(0).choices(range(model.vocab_size), k=1 + max([request["prefill"], *(d for d, _ in request["decode"])]))
+    decode_rate(model, ids[:1], WARM_TOKENS)
+    decode = [decode_rate(model, ids[: max(1, depth)], tokens) for depth, tokens in request["decode"]]
+    prefill = prefill_rate(model, ids[: request["prefill"]]) if request["prefill"] else None
+    return {"decode": decode, "prefill": prefill, "floor": floor(request["floor_bytes"], request["threads"])}
+
+
+def decode_rate(model: Generator, ids: list[int], tokens: int) -> float:
+    """Tokens/s of ``tokens`` tokens, each the best one after those before it, behind ``ids``."""
+    model.start(len(ids) + tokens)
+    token = model.read(ids)
+    start = time.perf_counter()
+    for _ in range(tokens):
+        token = model.read([token])
+    return tokens / (time.perf_counter() - start)
+
+
+def prefill_rate(model: Generator, ids: list[int]) -> float:
+    """Tokens/s of reading ``ids`` at once; the second time, after the memory for it was taken."""
+    for _ in range(2):
+        model.start(len(ids))
+        start = time.perf_counter()
+        model.read(ids)
+        seconds = time.perf_counter() - start
+    return len(ids) / seconds
+
+
+def floor(count: int, threads: int) -> list[float]:
+    """Seconds of reading ``count`` bytes, several times."""
+    if not count:
+        return []
+    from bench.generation.floor import read_seconds
+
+    return read_seconds(count, threads)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

@@ -1,0 +1,22 @@
+"""Our engine on a packed file, as child.py measures it."""
+
+from models.engine.engine import Engine, Sampling
+
+GREEDY = [Sampling(temperature=0.0)]
+
+
+class EngineSession:
+    """See ``child.Generator``."""
+
+    def __init__(self, file: str, threads: int) -> None:
+        self.engine = Engine(file, threads=threads)
+        self.vocab_size = self.engine.vocab_size
+        self.session = None
+
+    def start(self, tokens: int) -> None:
+        if self.session is not None:
+            self.session.close()
+        self.session = self.engine.session()
+
+    def read(self, ids: list[int]) -> int:
+        return self.engine.read([self.session], [ids], GREEDY)[0]

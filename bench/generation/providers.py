@@ -1,0 +1,174 @@
+"""What is measured: our engine, eager PyTorch, llama.cpp; each as the processes of a round, and how to read what they print."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+from models.packed.file import PackedFile
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCH = Path(__file__).with_name("watch.py")
+
+
+@dataclass(frozen=True)
+class Points:
+    """What is measured of every provider: decoding ``tokens`` tokens from each of ``depths`` on, and reading ``prefill`` tokens."""
+
+    depths: tuple[int, ...]
+    tokens: int
+    prefill: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number of one round: ``measure`` is decode (tokens/s), prefill (tokens/s), memory (bytes) or floor (seconds)."""
+
+    measure: str
+    depth: int  # context before it
+    tokens: int  # decoded or read
+    value: float
+    foreign: float | None  # share of the CPU time that others had
+
+
+class Provider(ABC):
+    """One way to generate from one file."""
+
+    name: str
+    file: Path
+
+    @abstractmethod
+    def round(self, points: Points, threads: int) -> list[Sample]:
+        """Take every point once. Raises UserError when a process fails."""
+
+    @abstractmethod
+    def memory(self, depth: int, tokens: int, threads: int) -> Sample:
+        """The largest resident set of a fresh process that decodes ``tokens`` tokens from ``depth`` on, and does nothing else."""
+
+    @abstractmethod
+    def decode_command(self, tokens: int) -> list[str]:
+        """A process that decodes ``tokens`` tokens from an empty context on one thread."""
+
+
+@dataclass(frozen=True)
+class Ours(Provider):
+    """Our engine ("engine") or our model in PyTorch ("eager") on a .tfree file."""
+
+    engine: str
+    file: Path
+    most_tokens: int | None = None  # at most so many tokens are decoded: eager is slow
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.file.stem}"
+
+    def round(self, points: Points, threads: int) -> list[Sample]:
+        tokens = min(points.tokens, self.most_tokens or points.tokens)
+        floor_bytes = bytes_per_token(self.file) if self.engine == "engine" else 0
+        answer, cost = run(self._command([(d, tokens) for d in points.depths], threads, points.prefill, floor_bytes))
+        found = json.loads(answer)
+        rates = zip(points.depths, found["decode"], strict=True)
+        samples = [Sample("decode", depth, tokens, rate, cost["foreign"]) for depth, rate in rates]
+        if points.prefill:
+            samples.append(Sample("prefill", 0, points.prefill, found["prefill"], cost["foreign"]))
+        if found["floor"]:
+            samples.append(Sample("floor", 0, 1, statistics.median(found["floor"]), cost["foreign"]))
+        return samples
+
+    def memory(self, depth: int, tokens: int, threads: int) -> Sample:
+        tokens = min(tokens, self.most_tokens or tokens)
+        _, cost = run(self._command([(depth, tokens)], threads))
+        return Sample("memory", depth, tokens, cost["rss"], cost["foreign"])
+
+    def decode_command(self, tokens: int) -> list[str]:
+        return self._command([(0, tokens)], threads=1)
+
+    def _command(self, decode: Sequence[tuple[int, int]], threads: int, prefill: int = 0, floor_bytes: int = 0) -> list[str]:
+        request: dict[str, Any] = {"engine": self.engine, "file": str(self.file.resolve()), "threads": threads, "decode": decode}
+        request |= {"prefill": prefill, "floor_bytes": floor_bytes}
+        return [sys.executable, "-m", "bench.generation.child", json.dumps(request)]
+
+
+@dataclass(frozen=True)
+class LlamaCpp(Provider):
+    """llama.cpp's own benchmark on a GGUF file, with its defaults (it warms up before each test)."""
+
+    label: str
+    file: Path
+    program: Path
+
+    @property
+    def name(self) -> str:
+        return f"llama.cpp {self.label}"
+
+    def round(self, points: Points, threads: int) -> list[Sample]:
+        depths = ",".join(map(str, points.depths))
+        samples = self._tests("decode", ["-p", "0", "-n", str(points.tokens), "-d", depths], threads)
+        if points.prefill:
+            samples += self._tests("prefill", ["-p", str(points.prefill), "-n", "0"], threads)
+        return samples
+
+    def _tests(self, measure: str, flags: list[str], threads: int) -> list[Sample]:
+        answer, cost = run([*self._command(threads), *flags, "-o", "json"])
+        return [
+            Sample(measure, test["n_depth"], test["n_gen"] or test["n_prompt"], test["avg_ts"], cost["foreign"])
+            for test in json.loads(answer)
+        ]
+
+    def memory(self, depth: int, tokens: int, threads: int) -> Sample:
+        _, cost = run([*self._command(threads), "-p", "0", "-n", str(tokens), "-d", str(depth), "-o", "json"])
+        return Sample("memory", depth, tokens, cost["rss"], cost["foreign"])
+
+    def decode_command(self, tokens: int) -> list[str]:
+        return [*self._command(1), "--no-warmup", "-p", "0", "-n", str(tokens)]
+
+    def _command(self, threads: int) -> list[str]:
+        return [str(self.program), "-m", str(self.file), "-t", str(threads), "-r", "1"]
+
+
+def run(command: list[str]) -> tuple[str, dict[str, Any]]:
+    """What ``command`` printed, and what it cost (see watch.py). Raises UserError with its last words when it fails."""
+    watched = [sys.executable, "-S", str(WATCH), *command]
+    done = subprocess.run(watched, capture_output=True, text=True, cwd=ROOT, errors="replace")
+    if done.returncode:
+        raise UserError(f"{command[0]}: cannot be run ({last_words(done.stderr)})")
+    output, _, cost = done.stdout.rstrip("\n").rpartition("\n")
+    found = json.loads(cost)
+    if found["code"]:
+        raise UserError(f"{' '.join(command[:3])} ... failed with status {found['code']}: {last_words(done.stderr)}")
+    return output.rstrip("\n"), found
+
+
+def last_words(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
+
+
+def bytes_per_token(path: Path) -> int:
+    """Bytes of a packed file that each token needs: body, head and codes whole, a tied table too; of what only the input reads a
+    token needs a row, which is left out."""
+    with PackedFile(path) as file:
+        tied = file.model["arm"]["head"] == "tied"
+        parts = ("body.", "head.", "codes.", *(["interface."] if tied else []))
+        return sum(t.nbytes for name, t in file.tensors.items() if name.startswith(parts) and name != "body.position")
+
+
+def require_context(path: Path, points: Points) -> None:
+    """Raise UserError when the points go beyond the context of a packed file."""
+    with PackedFile(path) as file:
+        context, asked = file.model["body"]["context"], max(points.depths[-1] + points.tokens, points.prefill)
+        if asked > context:
+            raise file.fault(f"its context is {context:,} tokens, and {asked:,} are asked for; give smaller --depths or --prefill")
+
+
+def find_program(path: Path) -> Path:
+    """``path`` if it is a program. Raises UserError."""
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise UserError(f"--llama-bench {path}: not a program; build llama.cpp's target llama-bench and give its path")
+    return path.resolve()

@@ -1,0 +1,41 @@
+"""The engine as what generation asks: rows of tokens are sessions."""
+
+from models.engine.engine import Engine, Sampling, Session
+from models.generation.settings import GenerationSettings
+
+
+class EngineReader:
+    """A ``models.generation.reader.Reader`` over an engine's sessions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.vocab_size, self.context = engine.vocab_size, engine.context
+        self._sessions: list[Session] = []
+
+    def start(self, prompts: list[list[int]], new: int) -> None:
+        self.keep([])
+        self._sessions = [self._engine.session() for _ in prompts]
+        self._engine.read(self._sessions, prompts)
+
+    def keep(self, rows: list[int]) -> None:
+        kept: list[Session] = []
+        for row in rows:
+            session = self._sessions[row]
+            kept.append(session.copy() if session in kept else session)
+        for session in self._sessions:
+            if session not in kept:
+                session.close()
+        self._sessions = kept
+
+    def step(self, tokens: list[int]) -> None:
+        self._engine.read(self._sessions, [[token] for token in tokens])
+
+    def draw(self, noise: list[int], rows: list[list[int]], settings: GenerationSettings) -> list[int]:
+        options = settings.sampling(self.vocab_size)
+        options["top_k"] = options["top_k"] or 0
+        penalty = settings.repetition_penalty
+        draws = [
+            Sampling(**options, position=position, repetition_penalty=penalty, seen=row if penalty != 1 else ())
+            for position, row in zip(noise, rows, strict=True)
+        ]
+        return self._engine.draw(self._sessions, draws)

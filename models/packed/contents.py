@@ -1,0 +1,105 @@
+"""What the numbers of a packed file must be, beside what their checksums say: a file may come from anywhere.
+
+Every piece is checked as it is read. What passes here cannot lead the engine or the ops outside their memory, or into NaN from the
+weights alone.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from models.packed.file import PackedFile
+
+if TYPE_CHECKING:
+    from models.arm import ModelDescription
+
+Rule = Callable[[np.ndarray], str]  # rows of a tensor -> what is wrong with them, "" when nothing is
+PIECE_BYTES = 1 << 20
+
+
+def pieces(file: PackedFile, name: str, rule: Rule) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of a tensor, whole rows, each piece checked. Raises UserError that names the tensor."""
+    tensor = file.tensors[name]
+    kind = np.dtype(tensor.dtype).newbyteorder("<")
+    for first, raw in file.rows(name, PIECE_BYTES):
+        rows = np.frombuffer(raw, kind).reshape(-1, *tensor.shape[1:])
+        if fault := rule(rows):
+            raise file.fault(f"{name} {fault}: the file is damaged or was made by another program")
+        yield first, rows
+
+
+def rule_for(file: PackedFile, name: str, description: "ModelDescription") -> Rule:
+    """What the rows of a tensor must be in a model of this description."""
+    tensor = file.tensors[name]
+    if tensor.dtype in ("float16", "float32"):
+        return scales if name.removesuffix(".scale") in file.tensors and name.endswith(".scale") else finite
+    if name == "tokenizer.ends":
+        return Ends(file.tensors["tokenizer.bytes"].shape[0])
+    if name.endswith(".packed"):
+        return ternary
+    if tensor.dtype == "int8":
+        return symmetric
+    if name == "codes.words":
+        return lambda rows: spare_bits(rows, description.code_bits)
+    if name == "interface.lengths":
+        return lambda rows: at_most(rows, description.arm.positions)
+    if name == "interface.matrix":
+        return lambda rows: at_most(rows, (1 << tensor.shape[0]) - 1)
+    return anything
+
+
+def check_contents(file: PackedFile, description: "ModelDescription") -> None:
+    """Read every tensor, with its checksums, and check its numbers. Raises UserError that names the first wrong one."""
+    for name in file.tensors:
+        rule = rule_for(file, name, description)
+        for _ in pieces(file, name, rule):
+            pass
+        if isinstance(rule, Ends):
+            rule.finish(file)
+
+
+def anything(_: np.ndarray) -> str:
+    return ""
+
+
+def finite(rows: np.ndarray) -> str:
+    return "" if np.isfinite(rows).all() else "is not finite"
+
+
+def scales(rows: np.ndarray) -> str:
+    """Scales of int8 rows: the largest value, 127 of them, must be finite too."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return finite(rows * rows.dtype.type(127))
+
+
+def ternary(rows: np.ndarray) -> str:
+    return "holds the 2-bit code 3, which no ternary weight has" if (rows & (rows >> 1) & 0x55).any() else ""
+
+
+def symmetric(rows: np.ndarray) -> str:
+    return "holds -128, which no rounded weight is" if (rows == -128).any() else ""
+
+
+def spare_bits(rows: np.ndarray, bits: int) -> str:
+    return "has bits beyond the last of a code" if bits % 32 and (rows[:, -1] >> (bits % 32)).any() else ""
+
+
+def at_most(rows: np.ndarray, most: int) -> str:
+    return "" if ((rows >= 0) & (rows <= most)).all() else f"holds values outside 0 to {most:,}"
+
+
+class Ends:
+    """Ends of the tokens' bytes: none before the one before it, the last where the bytes end."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.last = length, 0
+
+    def __call__(self, rows: np.ndarray) -> str:
+        steps = np.diff(rows.astype(np.int64), prepend=self.last)
+        self.last = int(rows[-1])
+        return "does not grow from token to token" if (steps < 0).any() else ""
+
+    def finish(self, file: PackedFile) -> None:
+        if self.last != self.length:
+            raise file.fault(f"tokenizer.ends ends at {self.last:,}, tokenizer.bytes has {self.length:,}")

@@ -1,0 +1,1 @@
+"""A small HTTP server that speaks the completions part of the OpenAI protocol."""

@@ -1,0 +1,73 @@
+"""Processes that add words to a packed file, and that export one, killed (SIGKILL): python tests/packed_kills.py FILE KILLS
+
+After each kill FILE is whole and holds no fewer words than before, and the exported file is whole or absent. Children are forked,
+so that a kill costs no import.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from packed_support import little_checkpoint
+
+from models.packed.export import export_file
+from models.packed.extend import extend
+from models.packed.load import PackedModel
+from models.packed.sections import Rounding
+
+
+def kill_while(work: Callable[[], None], draw: random.Random) -> None:
+    """Do ``work`` over and over in a child, and kill it at a random moment."""
+    process = os.fork()
+    if not process:
+        try:
+            while True:
+                work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    time.sleep(draw.uniform(0, 0.25))
+    os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status), "the child failed by itself"
+
+
+def main(path: Path, kills: int) -> None:
+    torch.set_num_threads(1)
+    draw = random.Random(kills)
+    checkpoint = little_checkpoint(path.parent / "killed", "sign/code/fixed/bitnet")
+    out, size, exported = path.parent / "out.tfree", PackedModel.open(path).description.vocab_size, 0
+
+    def add() -> None:
+        extend(path, [f" {draw.getrandbits(64):x}" for _ in range(draw.randrange(1, 200))])
+
+    def export() -> None:
+        out.unlink(missing_ok=True)
+        export_file(checkpoint, out, Rounding())
+
+    for _ in range(kills):
+        draw.random()  # the next child draws other words
+        kill_while(add, draw)
+        model = PackedModel.open(path)
+        model.verify()
+        assert model.description.vocab_size >= size, "words were lost"
+        size = model.description.vocab_size
+        kill_while(export, draw)
+        if out.exists():
+            PackedModel.open(out).verify()
+            exported += 1
+    export()
+    left = {entry.name for entry in path.parent.iterdir()} - {path.name, out.name, "killed"}
+    assert not left, left
+    print(f"killed {kills} times: {size:,} ids in the end, {exported} times an exported file was there")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
