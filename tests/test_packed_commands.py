@@ -94,19 +94,20 @@ def test_the_loss_of_a_file_is_the_checkpoints(runs, name, compiled, capsys, req
     assert ("the CPU engine" if compiled else "install one") in err
 
 
-def test_the_scorer_answers_as_pytorch(runs):
-    checkpoint = find_checkpoint(runs / "sign")
-    theirs = ArmScorer("sign", checkpoint, checkpoint.settings.arm, torch.device("cpu"))
-    ours = EngineScorer(runs / "sign.tfree")
+@pytest.mark.parametrize(("name", "near"), [("table", 1e-3), ("sign", 1e-2)])  # rounding may move an int8
+def test_the_scorer_answers_as_pytorch(runs, name, near):
+    checkpoint = find_checkpoint(runs / name)
+    theirs = ArmScorer(name, checkpoint, checkpoint.settings.arm, torch.device("cpu"))
+    ours = EngineScorer(runs / f"{name}.tfree")
     ids = torch.tensor([[1, 5, 9, 200, 7, 3], [4, 4, 8, 0, 0, 0]])
     # The same position with several targets, also a position before another's.
     rows, columns = torch.tensor([0, 0, 0, 1, 0, 1]), torch.tensor([5, 2, 5, 2, 5, 0])
     targets = torch.tensor([7, 200, 8, 8, 300, 4])
     expected, found = theirs.score_at(ids, rows, columns, targets), ours.score_at(ids, rows, columns, targets)
-    torch.testing.assert_close(found[0], expected[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[0], expected[0], atol=near, rtol=0)
     assert found[1].tolist() == expected[1].tolist()
-    for name in ("context", "bos_id", "eos_id", "prefix_id"):
-        assert getattr(ours, name) == getattr(theirs, name)
+    for what in ("context", "bos_id", "eos_id", "prefix_id"):
+        assert getattr(ours, what) == getattr(theirs, what)
     text = "The river São"
     assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
     assert json.dumps(ours.describe()) and ours.describe()["backend"]

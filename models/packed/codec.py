@@ -40,7 +40,7 @@ class PackedCodec:
         counts = file.index.get("tokenizer")
         counts = [counts.get(name) for name in ("ids", "words")] if isinstance(counts, dict) else [None]
         if not all(type(n) is int and n >= 0 for n in counts) or sum(counts) > self.vocab_size:
-            raise file.fault(f"the index has no numbers of ids and words of its tokenizer that {self.vocab_size:,} ids have room for")
+            raise file.fault(f"the index has no numbers of ids and words that {self.vocab_size:,} ids have room for")
         self._path, (self._own, self._words) = file.path, counts
 
     def _id(self, file: PackedFile, name: str) -> int | None:
