@@ -209,6 +209,19 @@ static int take_lengths(const tf_model *model, const uint8_t *data, int count)
     return TF_OK;
 }
 
+/* Backends count on zeros beyond the last bit of a code. */
+static int check_spare_bits(const tf_model *model, const uint8_t *data, int count)
+{
+    int bits = model->c.code_bits, words = (bits + 31) / 32;
+    for (int i = 0; bits % 32 && i < count; i++) {
+        uint32_t last;
+        memcpy(&last, data + ((size_t)i * words + words - 1) * 4, 4);
+        if (last >> bits % 32)
+            return tf_fail(TF_INVALID, "a sign code has bits beyond the last of its %d", bits);
+    }
+    return TF_OK;
+}
+
 static int take_rows(tf_model *model, tf_part *part, int place, const void *data, int count, size_t bytes)
 {
     int use = (place % TF_SCALE_OF < TF_LAYER_PLACES ? layer_shape(&model->c, place % TF_SCALE_OF) : model_shape(&model->c, place)).use;
@@ -221,6 +234,8 @@ static int take_rows(tf_model *model, tf_part *part, int place, const void *data
         return TF_OK;
     }
     if (place == TF_CODES) {
+        if (check_spare_bits(model, data, count))
+            return TF_INVALID;
         model->backend->form_codes(part->memory, part->rows, model->c.code_bits, part->loaded, count, data);
         return TF_OK;
     }
