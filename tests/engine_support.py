@@ -68,7 +68,10 @@ def write_arm(model: LanguageModel, path: Path, dtype: str = "float32") -> Path:
     about = {
         "model": model.description.to_json(),
         "context": model.description.body.context,
-        "tokenizer": {"start_id": None, "eos_id": 0, "bos_id": None, "ids": size},
+        "tokenizer": {"ids": size, "words": 0},
+        "start_id": None,
+        "eos_id": 0,
+        "bos_id": None,
     }
     tokens = [
         NewTensor("tokenizer.json", "uint8", (2,), [b"{}"]),

@@ -1,25 +1,39 @@
 """The CPU engine's inner loops, each backend against numpy in fp64 or exact integers."""
 
 import math
+import os
 
 import numpy as np
 import pytest
-import torch
+from emulated_arm import EmulatedBackend, emulated, missing
 
 from bench.native import FLOAT16, FLOAT32, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend
-from kernels.bitlinear import pack_ternary, packed_bit_linear
 from models.engine.build import ensure_library
 
-NAMES = ("portable", "avx2", "neon")
+NAMES = ("portable", "avx2", "neon", "neon-dotprod")
+LIBRARY = ensure_library(sanitize=bool(os.environ.get("ENGINE_SANITIZED")))  # set by test_engine_build.py
 SIZES = [(1, 1), (3, 5), (4, 127), (5, 128), (9, 130), (66, 640), (7, 1024), (6, 2100), (2, 4097)]  # rows, columns
 
 
+@pytest.fixture(scope="session")
+def backends(tmp_path_factory):
+    """Backend by name; one of another processor's is emulated, or its test skipped."""
+
+    def find(name: str) -> Backend:
+        try:
+            return Backend(name, LIBRARY)
+        except ValueError as error:
+            reason = missing() if name.startswith("neon") else str(error)
+        if reason:
+            pytest.skip(reason)
+        return EmulatedBackend(emulated(tmp_path_factory.getbasetemp()), name)
+
+    return find
+
+
 @pytest.fixture(params=NAMES)
-def backend(request) -> Backend:
-    try:
-        return Backend(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
+def backend(request, backends) -> Backend:
+    return backends(request.param)
 
 
 @pytest.fixture
@@ -65,6 +79,12 @@ def test_ternary_extremes_do_not_overflow(backend) -> None:
 
 
 def test_ternary_layer_equals_bitlinear(backend) -> None:
+    if "ENGINE_SANITIZED" in os.environ:
+        pytest.skip("PyTorch is not made for a preloaded AddressSanitizer")
+    import torch
+
+    from kernels.bitlinear import pack_ternary, packed_bit_linear
+
     weight, x = torch.randn(70, 320), torch.randn(9, 320) * torch.logspace(-3, 3, 9)[:, None]
     codes, scale = pack_ternary(weight)
     expected = packed_bit_linear(x, codes, scale, eps=1e-6, impl="eager")
@@ -90,7 +110,7 @@ def test_quantise_extremes(backend) -> None:
 
 def test_backends_quantise_to_the_same_bits(backend, rng) -> None:
     x = rng.standard_normal((20, 333), np.float32) * 10.0 ** rng.integers(-6, 7, (20, 1)).astype(np.float32)
-    for ours, plain in zip(backend.quantise(x), Backend("portable").quantise(x), strict=True):
+    for ours, plain in zip(backend.quantise(x), Backend("portable", LIBRARY).quantise(x), strict=True):
         assert np.array_equal(ours, plain)
 
 
@@ -175,7 +195,7 @@ def test_scores_are_within_their_bound(backend, rng, bits) -> None:
 
 def test_the_bound_is_near_what_happens(rng) -> None:
     """A hidden state that takes every entry to a half: errors come near the bound, so it is not merely large."""
-    backend = Backend()
+    backend = Backend(None, LIBRARY)
     if backend.name == "portable":
         pytest.skip("its tables hold floats")
     bits = 512
@@ -309,4 +329,4 @@ def test_rotation(backend, rng) -> None:
 
 def test_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot run the backend 'sse1'"):
-        Backend("sse1", ensure_library())
+        Backend("sse1", LIBRARY)

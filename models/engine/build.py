@@ -15,9 +15,7 @@ import platform
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from models.errors import UserError
@@ -30,7 +28,12 @@ X86 = ("x86_64", "AMD64")
 # ffp-contract=off: every backend gives the same bits in elementwise functions. The two -fno- let loops with sqrt, or with a choice
 # between two values, become vectors; they change no result, as nothing here reads errno or the floating-point exception flags.
 FLAGS = ["-O3", "-std=c11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-EXTENSIONS = {"kernels_avx2.c": ["-mavx2", "-mfma", "-mf16c"]}  # chosen at run time, native/dispatch.c
+ARM = ("aarch64", "arm64")
+# What some files are compiled for; native/dispatch.c looks whether the processor has it. (File, machines) -> flags.
+EXTENSIONS = {
+    ("kernels_avx2.c", X86): ["-mavx2", "-mfma", "-mf16c"],
+    ("kernels_neon_dotprod.c", ARM): ["-mcpu=generic+dotprod"],
+}
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
 LINK = ["-shared", "-pthread", "-lm"]
 
@@ -99,11 +102,13 @@ def _digest(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
 
 
 def _flags(source: str, sanitize: bool) -> list[str]:
-    extensions = EXTENSIONS.get(source, []) if platform.machine() in X86 else []
-    return FLAGS + extensions + (SANITIZE if sanitize else [])
+    extensions = [flags for (name, machines), flags in EXTENSIONS.items() if name == source and platform.machine() in machines]
+    return sum(extensions, FLAGS) + (SANITIZE if sanitize else [])
 
 
 def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
+    import tempfile  # only to compile: with subprocess it takes 2 MB of memory, and most starts find the library made
+
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
         objects = []
@@ -118,6 +123,8 @@ def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: boo
 
 def _run(command: list[str], folder: str) -> None:
     """Run the compiler; its own temporary files go into ``folder``, and no process of it outlives the time limit."""
+    import subprocess
+
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=os.environ | {"TMPDIR": folder}, start_new_session=True,

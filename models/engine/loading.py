@@ -7,6 +7,7 @@ from models.engine.description import PLACES, SCALE_OF, Description, Part
 from models.engine.library import KINDS, check
 from models.packed.file import PackedFile, Tensor
 
+PIECE_BYTES = 1 << 18  # read at once, so that loading takes hardly more memory than the model
 _COLUMN = {PLACES[name] for name in ("prior", "lengths", "gf2")}  # one value a token or bit: rows of one column
 
 
@@ -54,7 +55,8 @@ class _Loader:
         check(self.library, self.library.tf_model_declare(self.model, part.layer, part.place, kind, rows, columns), about)
         vector = rows == 1 and len(tensor.shape) < 2 and part.place not in _COLUMN
         row_bytes = tensor.nbytes if vector else tensor.row_bytes
-        for piece in [self.file.read(part.name)] if vector else (bytes(piece) for _, piece in self.file.rows(part.name)):
+        pieces = [self.file.read(part.name)] if vector else (bytes(piece) for _, piece in self.file.rows(part.name, PIECE_BYTES))
+        for piece in pieces:
             data = _shifted(piece, part.offset) if part.offset else piece
             count = len(piece) // row_bytes
             check(self.library, self.library.tf_model_load(self.model, part.layer, part.place, count, data, len(data)), about)

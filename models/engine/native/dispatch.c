@@ -16,8 +16,23 @@ static int runs_avx2(void) {
 static int runs_avx2(void) { return 0; }
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+static int runs_dotprod(void) { return getauxval(AT_HWCAP) >> 20 & 1; } /* HWCAP_ASIMDDP */
+#elif defined(__aarch64__) && defined(__APPLE__)
+static int runs_dotprod(void) { return 1; } /* all of Apple's own processors for Macs */
+#else
+static int runs_dotprod(void) { return 0; }
+#endif
+
 const tf_backend *tf_choose_backend(const char *name) {
-    const tf_backend *found[] = {runs_avx2() ? tf_avx2_backend() : NULL, tf_neon_backend(), tf_portable_backend()};
+    const tf_backend *found[] = {
+        runs_avx2() ? tf_avx2_backend() : NULL,
+        runs_dotprod() ? tf_neon_dotprod_backend() : NULL,
+        tf_neon_backend(),
+        tf_portable_backend(),
+    };
     for (size_t i = 0; i < sizeof found / sizeof *found; i++)
         if (found[i] && (!name || !strcmp(name, found[i]->name))) return found[i];
     return NULL;

@@ -43,7 +43,7 @@ typedef struct {
 enum { TF_KV_FLOAT16, TF_KV_INT8 };
 
 typedef struct tf_backend {
-    const char *name; /* "avx2", "neon", "portable" */
+    const char *name; /* "avx2", "neon-dotprod", "neon", "portable" */
 
     /* Matrices. The file's rows come in pieces, in order, in the layout of docs/tfree.md: TF_TERNARY ceil(columns/4) bytes a row, value
      * + 1 in 2 bits, column 4j in the lowest bits of byte j; TF_INT8 `columns` bytes; TF_FLOAT16/32 little endian. */
@@ -100,6 +100,7 @@ typedef struct tf_backend {
 const tf_backend *tf_portable_backend(void);
 const tf_backend *tf_avx2_backend(void); /* NULL when not compiled in */
 const tf_backend *tf_neon_backend(void); /* NULL when not compiled in */
+const tf_backend *tf_neon_dotprod_backend(void); /* with the int8 products of ARMv8.2; NULL when not compiled in */
 /* The fastest one that this processor runs; `name` (may be NULL) asks for one, NULL is returned when it cannot run. */
 TF_EXPORT const tf_backend *tf_choose_backend(const char *name);
 

@@ -1,9 +1,8 @@
 /* The inner loops in plain C11: for processors without a backend of their own, and what the other backends are compared with. */
 #include "codes.h"
 #include "elementwise.h"
-#include "forms.h"
 #include "kernels.h"
-#include "kv.h"
+#include "plain.h"
 
 enum { FLUSH = 32 }; /* chunks whose sums fit 16 bits: 4 products of at most 2 * 127 each, and 32 * 1016 < 2^15 */
 
@@ -30,40 +29,11 @@ static void multiply_ternary(const tf_matrix *w, const tf_input *x, float *y, si
         }
 }
 
-/* Up to 8 values of a row at column c. */
-static inline void widen(int kind, const void *row, int c, int n, float v[8]) {
-    for (int i = 0; i < n; i++)
-        v[i] = kind == TF_INT8 ? (float)((const int8_t *)row)[c + i]
-               : kind == TF_FLOAT16 ? tf_from_half(((const uint16_t *)row)[c + i])
-                                    : ((const float *)row)[c + i];
-}
-
-static inline float dot(int kind, const void *row, const float *x, int columns) {
-    float lane[8] = {0}, v[8];
-    int c = 0;
-    for (; c + 8 <= columns; c += 8) {
-        widen(kind, row, c, 8, v);
-        for (int i = 0; i < 8; i++) lane[i] += v[i] * x[c + i];
-    }
-    widen(kind, row, c, columns - c, v);
-    for (int i = 0; c + i < columns; i++) lane[i] += v[i] * x[c + i];
-    return tf_tree(lane);
-}
-
-static inline void multiply_rows(int kind, const tf_matrix *w, const tf_input *x, float *y, size_t y_stride, int begin, int end) {
-    for (int row = begin; row < end; row++)
-        for (int t = 0; t < x->tokens; t++) {
-            float sum = dot(kind, tf_row(w, row), x->x + (size_t)t * x->x_stride, w->columns);
-            y[(size_t)t * y_stride + (size_t)row] = (kind == TF_INT8 ? sum * tf_scale(w, row) : sum) + tf_bias(w, row);
-        }
-}
-
-/* The kind is written out so that each gets a loop of its own. */
 static void multiply(const tf_matrix *w, const tf_input *x, float *y, size_t y_stride, int begin, int end) {
-    if (w->kind == TF_TERNARY) multiply_ternary(w, x, y, y_stride, begin, end);
-    if (w->kind == TF_INT8) multiply_rows(TF_INT8, w, x, y, y_stride, begin, end);
-    if (w->kind == TF_FLOAT16) multiply_rows(TF_FLOAT16, w, x, y, y_stride, begin, end);
-    if (w->kind == TF_FLOAT32) multiply_rows(TF_FLOAT32, w, x, y, y_stride, begin, end);
+    if (w->kind == TF_TERNARY)
+        multiply_ternary(w, x, y, y_stride, begin, end);
+    else
+        plain_multiply(w, x, y, y_stride, begin, end);
 }
 
 /* One table of 256 floats for each byte of a code: nothing is rounded but fp32 sums. */
@@ -103,39 +73,6 @@ static float score_codes(const void *form, int capacity, int bits, const tf_code
     return largest;
 }
 
-static inline float kv_element(int kind, const void *vector, int i) {
-    return kind == TF_KV_INT8 ? (float)((const int8_t *)vector)[i] : tf_from_half(((const uint16_t *)vector)[i]);
-}
-
-static inline void attend_one(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q,
-                              float scale, int from, int used, float *weights, float *out, float *peak, float *total) {
-    const float *key_scales = tf_kv_scales(kind, keys, slots, heads, width, head);
-    const float *value_scales = tf_kv_scales(kind, values, slots, heads, width, head);
-    for (int slot = from; slot < used; slot++) {
-        const void *key = tf_kv_vector(kind, keys, slots, width, slot, head);
-        float lane[8] = {0};
-        for (int i = 0; i < width; i++) lane[i % 8] += q[i] * kv_element(kind, key, i);
-        weights[slot - from] = tf_tree(lane) * (kind == TF_KV_INT8 ? scale * key_scales[slot] : scale);
-    }
-    float inverse = tf_softmax(weights, used - from, peak, total);
-    memset(out, 0, (size_t)width * sizeof *out);
-    for (int slot = from; slot < used; slot++) {
-        const void *value = tf_kv_vector(kind, values, slots, width, slot, head);
-        float weight = weights[slot - from] * (kind == TF_KV_INT8 ? inverse * value_scales[slot] : inverse);
-        for (int i = 0; i < width; i++) out[i] += weight * kv_element(kind, value, i);
-    }
-}
-
-static void attend(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q, int queries,
-                   float scale, int from, int used, float *scratch, float *out, float *peak, float *total) {
-    for (int h = 0; h < queries; h++, q += width, out += width) {
-        if (kind == TF_KV_INT8)
-            attend_one(TF_KV_INT8, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out, peak + h, total + h);
-        else
-            attend_one(TF_KV_FLOAT16, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out, peak + h, total + h);
-    }
-}
-
 const tf_backend *tf_portable_backend(void) {
     static const tf_backend backend = {
         .name = "portable",
@@ -156,7 +93,7 @@ const tf_backend *tf_portable_backend(void) {
         .exact_score = tf_exact_score,
         .kv_bytes = tf_kv_bytes,
         .kv_store = tf_kv_store,
-        .attend = attend,
+        .attend = plain_attend,
         .rms_norm = tf_rms_norm,
         .layer_norm = tf_layer_norm,
         .gelu = tf_gelu,

@@ -8,7 +8,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { HUGE = 1 << 21 };
+enum { HUGE = 1 << 21, CHUNK = 16 * HUGE };
+
+struct tf_chunk {
+    struct tf_chunk *next;
+    size_t used, size;
+};
 
 static _Thread_local char problem[256] = "nothing";
 
@@ -36,8 +41,7 @@ void *tf_alloc(size_t bytes)
 {
     if (bytes > SIZE_MAX / 2)
         return NULL;
-    /* Large parts on huge pages: streaming the weights then misses far fewer page translations. Only whole huge pages are asked for,
-     * so that a part's end does not take 2 MB more than it needs. */
+    /* Only whole huge pages are asked for, so that the end does not take 2 MB more than it needs. */
     size_t align = bytes >= HUGE ? HUGE : 64;
     void *memory = aligned_alloc(align, (bytes + 63) / 64 * 64 + (bytes == 0) * 64);
 #ifdef MADV_HUGEPAGE
@@ -50,4 +54,33 @@ void *tf_alloc(size_t bytes)
 void tf_free(void *memory)
 {
     free(memory);
+}
+
+/* Parts lie one behind the other on huge pages: streaming the weights then misses far fewer page translations, and where one part
+ * ends the next is already on its way into the cache. */
+void *tf_arena_take(tf_arena *arena, size_t bytes)
+{
+    if (bytes > SIZE_MAX / 4)
+        return NULL;
+    bytes = (bytes + 63) / 64 * 64;
+    if (!arena->newest || arena->newest->size - arena->newest->used < bytes) {
+        size_t size = bytes + 64 > CHUNK ? (bytes + 64 + HUGE - 1) / HUGE * HUGE : CHUNK;
+        struct tf_chunk *chunk = tf_alloc(size);
+        if (!chunk)
+            return NULL;
+        *chunk = (struct tf_chunk){arena->newest, 64, size};
+        arena->newest = chunk;
+    }
+    void *memory = (char *)arena->newest + arena->newest->used;
+    arena->newest->used += bytes;
+    return memory;
+}
+
+void tf_arena_free(tf_arena *arena)
+{
+    for (struct tf_chunk *chunk = arena->newest, *next; chunk; chunk = next) {
+        next = chunk->next;
+        free(chunk);
+    }
+    arena->newest = NULL;
 }

@@ -150,28 +150,15 @@ const char *tf_model_backend(const tf_model *model)
     return model->backend->name;
 }
 
-static void free_parts(tf_part *parts, int count)
-{
-    for (int i = 0; i < count; i++)
-        tf_free(parts[i].memory);
-}
-
 void tf_model_free(tf_model *model)
 {
     if (!model)
         return;
-    for (int i = 0; i < model->c.layers; i++) {
-        free_parts(model->layers[i].parts, TF_LAYER_PLACES);
-        free_parts(model->layers[i].scales, TF_LAYER_PLACES);
-        free_parts(model->layers[i].biases, TF_LAYER_PLACES);
-    }
-    free_parts(model->parts, TF_PLACES);
-    free_parts(model->scales, TF_PLACES);
-    free_parts(model->biases, TF_PLACES);
+    tf_arena_free(&model->arena);
+    tf_free(model->parts[TF_LIFT].memory);
     for (int i = 0; i < TF_THETAS; i++)
         tf_free(model->frequencies[i]);
     tf_free(model->kron_sum);
-    tf_free(model->lift.form);
     tf_free(model->layers);
     tf_free(model);
 }

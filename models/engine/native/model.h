@@ -14,6 +14,11 @@ enum {
     TF_THETAS = 4      /* different bases of rotary angles */
 };
 
+/* Memory that is freed all at once. */
+typedef struct {
+    struct tf_chunk *newest;
+} tf_arena;
+
 typedef struct {
     int kind, rows, columns, loaded; /* rows 0: not declared */
     size_t row_bytes;                /* in the file */
@@ -32,6 +37,7 @@ struct tf_model {
     const tf_backend *backend;
     tf_layer *layers;
     tf_part parts[TF_PLACES], scales[TF_PLACES], biases[TF_PLACES]; /* places from TF_LAYER_PLACES on */
+    tf_arena arena; /* of the parts */
     int thetas;
     float *frequencies[TF_THETAS]; /* [head_dim/2] */
     float *kron_sum;               /* [width]: sum of all rows of TF_KRON */
@@ -86,6 +92,8 @@ typedef struct {
 /* memory.c */
 void *tf_alloc(size_t bytes); /* 64-byte aligned, huge pages asked for; NULL when there is none (or bytes is SIZE_MAX) */
 void tf_free(void *memory);
+void *tf_arena_take(tf_arena *arena, size_t bytes);
+void tf_arena_free(tf_arena *arena);
 size_t tf_times(size_t a, size_t b); /* SIZE_MAX when the product does not fit */
 int tf_fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

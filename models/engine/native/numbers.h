@@ -73,6 +73,10 @@ static inline float tf_sum(const float *x, int n, int squared, float factor, flo
 static inline float tf_from_half(uint16_t half) {
 #if defined(__F16C__)
     return _cvtsh_ss(half);
+#elif defined(__aarch64__)
+    __fp16 value;
+    memcpy(&value, &half, sizeof value);
+    return (float)value;
 #else
     uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
     uint32_t bits = tf_bits(tf_float(magnitude) * 0x1p112f); /* moves the exponent, of subnormal halves too */
@@ -85,6 +89,11 @@ static inline float tf_from_half(uint16_t half) {
 static inline uint16_t tf_to_half(float x) {
 #if defined(__F16C__)
     return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    __fp16 value = (__fp16)x;
+    uint16_t half;
+    memcpy(&half, &value, sizeof half);
+    return half;
 #else
     uint32_t bits = tf_bits(x), sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;

@@ -143,7 +143,8 @@ int tf_model_declare(tf_model *model, int layer, int place, int kind, int rows, 
                        (long long)expected.columns, rows, columns);
     if (!allowed(expected, place, kind))
         return tf_fail(TF_INVALID, "part %d of layer %d cannot be of kind %d", place, layer, kind);
-    part->memory = tf_alloc(memory_bytes(model, expected, place, kind));
+    size_t bytes = memory_bytes(model, expected, place, kind);
+    part->memory = expected.use == TRANSPOSED ? tf_alloc(bytes) : tf_arena_take(&model->arena, bytes);
     if (!part->memory)
         return tf_fail(TF_NO_MEMORY, "no memory for part %d of layer %d, [%d, %d]", place, layer, rows, columns);
     part->kind = kind;
@@ -208,6 +209,19 @@ static int take_lengths(const tf_model *model, const uint8_t *data, int count)
     return TF_OK;
 }
 
+/* Backends count on zeros beyond the last bit of a code. */
+static int check_spare_bits(const tf_model *model, const uint8_t *data, int count)
+{
+    int bits = model->c.code_bits, words = (bits + 31) / 32;
+    for (int i = 0; bits % 32 && i < count; i++) {
+        uint32_t last;
+        memcpy(&last, data + ((size_t)i * words + words - 1) * 4, 4);
+        if (last >> bits % 32)
+            return tf_fail(TF_INVALID, "a sign code has bits beyond the last of its %d", bits);
+    }
+    return TF_OK;
+}
+
 static int take_rows(tf_model *model, tf_part *part, int place, const void *data, int count, size_t bytes)
 {
     int use = (place % TF_SCALE_OF < TF_LAYER_PLACES ? layer_shape(&model->c, place % TF_SCALE_OF) : model_shape(&model->c, place)).use;
@@ -220,6 +234,8 @@ static int take_rows(tf_model *model, tf_part *part, int place, const void *data
         return TF_OK;
     }
     if (place == TF_CODES) {
+        if (check_spare_bits(model, data, count))
+            return TF_INVALID;
         model->backend->form_codes(part->memory, part->rows, model->c.code_bits, part->loaded, count, data);
         return TF_OK;
     }
@@ -271,7 +287,7 @@ static int transpose_lift(tf_model *model)
     int bits = model->c.code_bits, width = model->c.width;
     tf_part *part = &model->parts[TF_LIFT];
     model->lift = (tf_matrix){.kind = TF_FLOAT32, .rows = width, .columns = bits};
-    model->lift.form = tf_alloc(model->backend->form_bytes(TF_FLOAT32, width, bits));
+    model->lift.form = tf_arena_take(&model->arena, model->backend->form_bytes(TF_FLOAT32, width, bits));
     float *row = tf_alloc(tf_times(bits, sizeof(float)));
     if (!model->lift.form || !row) {
         tf_free(row);

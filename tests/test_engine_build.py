@@ -1,0 +1,110 @@
+"""Compiling the engine on first use: what a compiler can do wrong, two processes at once, and the sanitized library."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from models.engine import build
+from models.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+# Writes what it was asked to write, as a compiler that takes a moment.
+COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+printf half > "$2"; sleep 0.05; printf ' and half' >> "$2"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Make the given shell script the compiler, and the cache empty."""
+
+    def use(script: str) -> Path:
+        path = tmp_path / "compiler"
+        path.write_text(script)
+        path.chmod(0o755)
+        monkeypatch.setenv("CC", str(path))
+        return path
+
+    monkeypatch.setenv("TABLEFREE_CACHE", str(tmp_path / "cache"))
+    return use
+
+
+def test_a_library_is_made_once(compiler, tmp_path) -> None:
+    path = compiler(COMPILER)
+    library = build.ensure_library()
+    assert library.read_text() == "half and half" and [*library.parent.iterdir()] == [library]
+    library.write_text("kept")
+    assert build.ensure_library() == library and library.read_text() == "kept"
+    assert build.ensure_library(sanitize=True) != library
+    path.write_text(COMPILER + "# another version\n")
+    assert build.ensure_library() != library
+
+
+def test_two_processes_at_once(compiler, tmp_path) -> None:
+    compiler(COMPILER)
+    command = [sys.executable, "-m", "models.engine.build"]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate(timeout=60)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0] and len(paths) == 1
+    library = Path(paths.pop())
+    assert library.read_text() == "half and half" and [*library.parent.iterdir()] == [library]
+
+
+def test_what_a_failing_compiler_says_is_shown_and_nothing_is_left(compiler, tmp_path) -> None:
+    compiler(COMPILER + "echo 'cc1: fatal error: No space left on device' >&2; exit 7\n")
+    with pytest.raises(build.CompilerFailed, match="exit code 7\ncc1: fatal error: No space left on device"):
+        build.ensure_library()
+    assert not [*(tmp_path / "cache").iterdir()]
+
+
+def test_a_compiler_that_hangs_is_stopped_with_its_children(compiler, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(build, "LIMIT_S", 0.5)
+    compiler(f"#!/bin/sh\n(sleep 2; touch {tmp_path}/alive) &\nwait\n")
+    start = time.monotonic()
+    with pytest.raises(build.CompilerFailed, match="not finished after 0.5 s"):
+        build.ensure_library()
+    assert time.monotonic() - start < 2
+    time.sleep(2)
+    assert not (tmp_path / "alive").exists() and not [*(tmp_path / "cache").iterdir()]
+
+
+def test_no_compiler(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc -m32")
+    with pytest.raises(build.NoCompiler, match="CC=/nowhere/cc -m32: no such program"):
+        build.ensure_library()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(build.NoCompiler, match="install gcc or clang") as raised:
+        build.ensure_library()
+    assert isinstance(raised.value, UserError)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name == "ziglang")
+    assert build.find_compiler() == [sys.executable, "-m", "ziglang", "cc"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(compiler, tmp_path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    compiler(COMPILER)
+    with pytest.raises(OSError, match="cache"):
+        build.ensure_library()
+
+
+@pytest.mark.slow
+def test_inner_loops_under_sanitizers() -> None:
+    """test_engine_kernels.py again: reads and writes outside of memory, and undefined behaviour, end the process."""
+    gcc = shutil.which("gcc")
+    asan = gcc and subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not asan or not Path(asan).is_file():
+        pytest.skip("no gcc with AddressSanitizer's library (libasan.so)")
+    options = {"CC": gcc, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": asan, "ENGINE_SANITIZED": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--noconftest", "-p", "no:cacheprovider", "tests/test_engine_kernels.py"]
+    first = [sys.executable, "-c", "from models.engine.build import ensure_library; ensure_library(True)"]  # gcc is not sanitized
+    subprocess.run(first, cwd=ROOT, env=os.environ | {"CC": gcc}, check=True)
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0 and "passed" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
