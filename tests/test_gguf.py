@@ -194,7 +194,7 @@ def test_llama_cpp_draws_the_same_tokens(data_dir, tmp_path, kind, head, scale):
     (ours,) = complete(TorchReader(model), tokenizer, [prompt], settings)
     assert len(ours.tokens) > 8
     tokens = list(tokenizer.tokens)
-    expected = b"".join(tokens[token] for token in ours.tokens)
+    expected = b"".join(tokens[token] for token in ours.tokens).replace(b"\0", b"")  # which llama.cpp does not print
     theirs = greedy_of_llama_cpp(tmp_path / "model.gguf", prompt, 64)
     # It keeps back the last bytes while they may be the beginning of a character.
     assert expected.startswith(theirs) and len(theirs) >= len(expected) - 8
