@@ -78,11 +78,11 @@ def attention(backend: Backend, rng: np.random.Generator, kind: int, slots: int,
     layers = [backend.keys_values(kind, keys, values) for _ in range(LAYERS)]
     q = rng.standard_normal((queries, width), np.float32)
     scratch, out, sums = Buffer(queries * slots, np.float32), Buffer((queries, width), np.float32), Buffer((2, queries), np.float32)
-    results = scratch.address, out.address, sums.address, sums.address + 4 * queries
 
     def attend() -> None:
         for kv in layers:
             where = kind, kv.keys.address, kv.values.address, slots, 1, width, 0
+            results = scratch.address, out.address, sums.address, sums.address + 4 * queries
             backend.functions.attend(*where, q.ctypes.data, queries, width**-0.5, 0, slots, *results)
 
     return attend

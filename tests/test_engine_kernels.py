@@ -71,8 +71,8 @@ def test_ternary_extremes_do_not_overflow(backend) -> None:
     """The largest sums there are: every q 127 or -127 and every weight the same, over more columns than any 16-bit sum can take."""
     for value in (-1, 1):
         matrix = backend.matrix(TERNARY, packed(np.full((4, 5000), value + 1, np.uint8)), 5000, 1.0)
-        for sign in (-1, 1):
-            given = backend.quantised(np.full((3, 5000), sign, np.float32))
+        for sign, tokens in ((-1, 1), (1, 1), (-1, 3), (1, 3)):
+            given = backend.quantised(np.full((tokens, 5000), sign, np.float32))
             assert (given.kept[0][:, :5000] == 127 * sign).all()
             expected = np.float32(127 * 5000 * value * sign) * given.kept[1]
             assert np.array_equal(backend.multiply(matrix, given), np.repeat(expected[:, None], 4, axis=1))
@@ -176,6 +176,7 @@ def words_of(signs: np.ndarray) -> np.ndarray:
 def test_scores_are_within_their_bound(backend, rng, bits) -> None:
     count = 100
     signs = rng.random((count, bits)) < 0.5
+    signs[0], signs[1] = False, True  # all entries the largest of their tables, for a hidden state of one value
     codes = backend.codes(words_of(signs), bits, capacity=130)
     prior = rng.standard_normal(count, np.float32)
     for hidden in (rng.standard_normal(bits), rng.standard_cauchy(bits), np.full(bits, -1e-3), np.eye(1, bits)[0] * 1e20):

@@ -9,10 +9,10 @@
 #include "forms.h"
 
 enum {
-    TERNARY_AHEAD = 3072,   /* bytes that the prefetch runs ahead */
-    TERNARY_FLUSH = 8,      /* chunks: a 16-bit sum of codes times 4 takes 2 * 4 * 2 * 2 * 127 in each, 32512 after 8 */
-    SPREAD_CHUNKS = 16,     /* chunks: a 16-bit sum of single codes takes 4 * 2 * 2 * 127 in each, 32512 after 32 */
-    TOKEN_BLOCK = 32        /* tokens whose q stays in the nearest caches while all rows pass */
+    TERNARY_AHEAD = 3072, /* bytes that the prefetch runs ahead */
+    TERNARY_FLUSH = 8,    /* chunks: a 16-bit sum of codes times 4 takes 2 * 4 * 2 * 2 * 127 in each, 32512 after 8 */
+    SPREAD_CHUNKS = 16,   /* chunks: a 16-bit sum of single codes takes 4 * 2 * 2 * 127 in each, 32512 after 16 */
+    TOKEN_BLOCK = 32      /* tokens whose q stays in the nearest caches while all rows pass */
 };
 
 /* The sums of four vectors of int32. */
@@ -127,7 +127,8 @@ TF_INLINE void spread_dot(const __m256i *codes, const int8_t *q, const int8_t *n
 }
 
 /* Four rows, at most TOKEN_BLOCK tokens from `first` on. */
-static inline void ternary_block(const tf_matrix *w, const tf_input *x, int first, int tokens, int row, int end, float *y, size_t y_stride) {
+static inline void ternary_block(const tf_matrix *w, const tf_input *x, int first, int tokens, int row, int end, float *y,
+                                 size_t y_stride) {
     __m256i codes[SPREAD_CHUNKS * 4 * TF_ROWS];
     __m128i sums[TOKEN_BLOCK + 1]; /* of an odd number, the last token counts twice */
     const uint8_t *piece = tf_ternary_row(w, row);
