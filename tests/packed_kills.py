@@ -22,8 +22,15 @@ from models.packed.load import PackedModel
 from models.packed.sections import Rounding
 
 
-def kill_while(work: Callable[[], None], draw: random.Random) -> None:
-    """Do ``work`` over and over in a child, and kill it at a random moment."""
+def seconds(work: Callable[[], None]) -> float:
+    """How long ``work`` takes."""
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+def kill_while(work: Callable[[], None], draw: random.Random, seconds: float) -> None:
+    """Do ``work``, which takes so many seconds, over and over in a child, and kill it at a random moment of the first two."""
     process = os.fork()
     if not process:
         try:
@@ -33,7 +40,7 @@ def kill_while(work: Callable[[], None], draw: random.Random) -> None:
             traceback.print_exc()
         finally:
             os._exit(1)
-    time.sleep(draw.uniform(0, 0.25))
+    time.sleep(draw.uniform(0, 2 * seconds))
     os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
     assert os.WIFSIGNALED(status), "the child failed by itself"
@@ -43,7 +50,7 @@ def main(path: Path, kills: int) -> None:
     torch.set_num_threads(1)
     draw = random.Random(kills)
     checkpoint = little_checkpoint(path.parent / "killed", "sign/code/fixed/bitnet")
-    out, size, exported = path.parent / "out.tfree", PackedModel.open(path).description.vocab_size, 0
+    out, exported = path.parent / "out.tfree", 0
 
     def add() -> None:
         extend(path, [f" {draw.getrandbits(64):x}" for _ in range(draw.randrange(1, 200))])
@@ -52,17 +59,20 @@ def main(path: Path, kills: int) -> None:
         out.unlink(missing_ok=True)
         export_file(checkpoint, out, Rounding())
 
+    adding, exporting = seconds(add), seconds(export)
+    start = size = PackedModel.open(path).description.vocab_size
     for _ in range(kills):
         draw.random()  # the next child draws other words
-        kill_while(add, draw)
+        kill_while(add, draw, adding)
         model = PackedModel.open(path)
         model.verify()
         assert model.description.vocab_size >= size, "words were lost"
         size = model.description.vocab_size
-        kill_while(export, draw)
+        kill_while(export, draw, exporting)
         if out.exists():
             PackedModel.open(out).verify()
             exported += 1
+    assert size > start and exported, "every kill came before anything was done"
     export()
     left = {entry.name for entry in path.parent.iterdir()} - {path.name, out.name, "killed"}
     assert not left, left

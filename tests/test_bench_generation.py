@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +10,19 @@ from bench.generation.floor import read_seconds
 from bench.generation.make import made_up_tokenizer
 from bench.generation.providers import LlamaCpp, Ours, Points, Sample, bytes_per_token, run
 from bench.generation.rows import latest_rows, make_rows, take_turns
+from models.engine.build import NoCompiler, find_compiler
 from models.errors import UsageError, UserError
 from models.packed.file import PackedFile
 from models.packed.load import PackedModel
 
-ROOT = Path(__file__).resolve().parent.parent
 V = 600
+
+
+def compiler_found() -> bool:
+    try:
+        return bool(find_compiler())
+    except NoCompiler:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ def test_a_made_up_model_is_a_whole_one(model):
 
 def test_every_token_of_the_made_up_tokenizer_can_come_out_of_text():
     tokenizer = made_up_tokenizer(257 + 256 * 256 + 5)
-    tokens = tokenizer.token_bytes()
+    tokens = list(tokenizer.tokens)
     assert len(set(tokens)) == len(tokens) == 257 + 256 * 256 + 5 and tokenizer.eos_id == 0
     pair = tokens.index(b"ab")
     assert tokenizer.encode("ab") == [pair] and len(tokens[-1]) == 3
@@ -72,24 +78,29 @@ def llama_bench(tmp_path):
     return path
 
 
+@pytest.mark.skipif(not compiler_found(), reason="needs a C compiler")
 def test_a_run_from_the_command_line(model, llama_bench, tmp_path, capsys):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
-    flags = ["--eager", str(model), "--llama-bench", str(llama_bench), "--gguf", f"Q8_0={gguf}", "--threads", "1", "--rounds", "1"]
+    flags = [str(model), "--eager", str(model), "--llama-bench", str(llama_bench), "--gguf", f"Q8_0={gguf}"]
+    flags += ["--threads", "1", "--rounds", "1"]
     flags += ["--depths", "0,40", "--tokens", "6", "--eager-tokens", "3", "--prefill", "20", "--out", str(tmp_path / "out")]
     assert main(["measure", *flags]) == 0
     out, err = capsys.readouterr()
-    assert "not measured: our engine" in err and "round 1/1 eager tiny, threads 1: decode at 0 " in err
+    assert "not measured" not in err and "round 1/1 eager tiny, threads 1: decode at 0 " in err
     assert "| decode at 40 |" in out and "ratios to llama.cpp Q8_0" in out
     rows = {(r["provider"], r["measure"], r["depth"]): r for r in latest_rows(tmp_path / "out" / "generation.jsonl")}
     measures = [("decode", 0), ("decode", 40), ("prefill", 0), ("memory", 0), ("memory", 40)]
-    assert rows.keys() == {(name, *which) for name in ("eager tiny", "llama.cpp Q8_0") for which in measures}
+    names = ("engine tiny", "eager tiny", "llama.cpp Q8_0")
+    assert rows.keys() == {(name, *which) for name in names for which in measures} | {("engine tiny", "floor", 0)}
     theirs, ours = rows["llama.cpp Q8_0", "decode", 40], rows["eager tiny", "decode", 40]
     assert theirs["values"] == [100.0] and (theirs["tokens"], ours["tokens"]) == (6, 3)
     assert ours["ratio_to"] == "llama.cpp Q8_0" and 0 < ours["ratio"] < 100
     assert len(ours["foreign"]) == 1 and all(0 <= share <= 1 for share in ours["foreign"])
     assert 50e6 < rows["llama.cpp Q8_0", "memory", 0]["median"] < 90e6  # a bare Python and what it holds: not what pytest holds
     assert rows["eager tiny", "memory", 0]["median"] > 150e6  # PyTorch
+    assert rows["engine tiny", "memory", 0]["median"] < 60e6  # no PyTorch
+    assert 0 < rows["engine tiny", "decode", 0]["floor_share"] < 1
     assert (tmp_path / "out" / "generation.png").stat().st_size > 5000
 
 

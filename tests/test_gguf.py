@@ -15,6 +15,7 @@ from models.data.shards import TokenData
 from models.errors import UsageError, UserError
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
+from models.generation.torch_reader import TorchReader
 from models.packed.__main__ import main
 from models.packed.gguf import export_gguf, require_supported, write_gguf
 from models.packed.gguf_tokenizer import tokenizer_fields
@@ -25,7 +26,7 @@ from models.vocab.tokenizer_formats import PROBES
 from runs import settings_for, train
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
-LLAMA = os.environ.get("TABLEFREE_LLAMA_CPP")  # folder with llama-completion and llama-tokenize
+LLAMA = os.environ.get("TABLEFREE_LLAMA_CPP")  # folder with llama-completion
 needs_llama = pytest.mark.skipif(not LLAMA, reason="TABLEFREE_LLAMA_CPP names no folder with llama.cpp's programs")
 
 
@@ -178,7 +179,7 @@ def greedy_of_llama_cpp(path: Path, prompt: str, count: int) -> bytes:
     command = [Path(LLAMA) / "llama-completion", "-m", path, "-p", prompt, "-n", count, *flags]
     done = subprocess.run([*map(str, command)], capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return done.stdout
+    return done.stdout.removesuffix(b"\n\n").removesuffix(b" [end of text]")
 
 
 @needs_llama
@@ -190,8 +191,10 @@ def test_llama_cpp_draws_the_same_tokens(data_dir, tmp_path, kind, head, scale):
     write_gguf(model, tokenizer, tmp_path / "model.gguf", "float32")
     prompt = "The river runs past 12 houses"
     settings = GenerationSettings(temperature=0.0, max_tokens=64)
-    (ours,) = complete(model, tokenizer, [prompt], settings)
+    (ours,) = complete(TorchReader(model), tokenizer, [prompt], settings)
     assert len(ours.tokens) > 8
-    tokens = tokenizer.token_bytes()
+    tokens = list(tokenizer.tokens)
     expected = b"".join(tokens[token] for token in ours.tokens)
-    assert greedy_of_llama_cpp(tmp_path / "model.gguf", prompt, 64) == expected
+    theirs = greedy_of_llama_cpp(tmp_path / "model.gguf", prompt, 64)
+    # It keeps back the last bytes while they may be the beginning of a character.
+    assert expected.startswith(theirs) and len(theirs) >= len(expected) - 8

@@ -12,6 +12,7 @@ from bench.cold import NotCapturable, refusing_waits
 from bench.frame import drop_gradients, output_gradient, run_once
 from bench.impls import offers
 from bench.ops import OPS
+from kernels.code_loss import code_cross_entropy, fused_async
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 DEVICE = "cuda"
@@ -157,3 +158,25 @@ def test_accurate_at_the_papers_shapes(name, shape, dtype):
 def test_a_wait_of_the_host_is_noticed():
     with pytest.raises(NotCapturable, match="the host waits for the GPU"), refusing_waits():
         torch.ones(1, device=DEVICE).item()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90")
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("vocabulary", [128, 257, 262_143])
+def test_the_asynchronous_passes_of_code_loss_are_those_of_triton(monkeypatch, vocabulary, gradient):
+    """Against sm_90's ordinary kernels: equal but for the order of fp32 sums, and twice the same to the last bit."""
+    codes = torch.randint(-(2**31), 2**31, (vocabulary, 16), device=DEVICE).to(torch.int32)
+    prior, targets = torch.randn(vocabulary, device=DEVICE), torch.randint(0, vocabulary, (1000,), device=DEVICE)
+
+    def results() -> list[torch.Tensor]:
+        hidden = torch.randn(1000, 512, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).bfloat16()
+        hidden.requires_grad_(gradient)
+        loss = code_cross_entropy(hidden, codes, prior, targets, reduction="none", impl="fused")
+        return [loss.detach(), *(torch.autograd.grad(loss.sum(), hidden) if gradient else ())]
+
+    ordinary = results()
+    monkeypatch.setattr(fused_async, "TARGETS", frozenset({"sm_90"}))
+    ours = results()
+    assert_same(results(), ours)
+    torch.testing.assert_close(ours[0], ordinary[0], rtol=1e-5, atol=1e-5)
+    assert not gradient or (ours[1] - ordinary[1]).float().norm() <= 2**-8 * ordinary[1].float().norm()  # rounded to bfloat16

@@ -126,7 +126,7 @@ def sentencepiece(prepend: bool) -> Tokenizer:
     put = [tokenizers.normalizers.Prepend("\u2581")] if prepend else []
     backend.normalizer = tokenizers.normalizers.Sequence([*put, normal])
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
-    backend.train_from_iterator(["the king sat on a bank of the river"] * 9, trainer)
+    backend.train_from_iterator(["the kingmaker sat on a bank of the river"] * 9, trainer)
     return Tokenizer.from_json(backend.to_str())
 
 

@@ -50,7 +50,7 @@ def make_rows(found: dict[Key, list[Sample]], turns: Sequence[Turn], base: str |
         row |= {"threads": threads, "measure": measure, "unit": UNITS[measure], "depth": depth, "tokens": samples[0].tokens}
         row |= {"median": statistics.median(values), **spread(values), "values": values, "foreign": [s.foreign for s in samples]}
         theirs = found.get((base, threads, measure, depth)) if base else None
-        if theirs and UNITS[measure] != "seconds":
+        if theirs and name != base and UNITS[measure] != "seconds":
             row["ratio_to"] = base
             row["ratio"] = statistics.median(a.value / b.value for a, b in zip(samples, theirs, strict=True))
         floor = found.get((name, threads, "floor", 0))

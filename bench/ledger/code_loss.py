@@ -2,15 +2,19 @@
 two products; the loss alone is one. int8 scores: the first product in int8, the second in bfloat16 as ever. The passes that only
 flagged tokens take are launched too and leave at once.
 
+"asynchronous" is Gluon's kernels, which no caller gets yet (``fused_async.TARGETS``).
+
 "argmax and entropy" is the other design, a pass for the logsumexp and one for the gradient. "no tile skipped" is the most that
 ``skip_below`` can cost; each skipped tile then takes half of its tensor time and 340 of its 910 instructions away.
 """
+
+from unittest import mock
 
 import torch
 
 from bench.ledger import code_decode
 from bench.ledger.case import BACKWARD, FORWARD, Bound, Case, Chain, Pass, Work
-from kernels.code_loss import fused
+from kernels.code_loss import fused, fused_async
 from kernels.code_loss.checks import Options
 from kernels.launch import Launch
 
@@ -20,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def case(
     name: str, dtype: str, gradient: bool, aux: bool = False, skip: float = 0.0, share: float | None = None,
-    waits_share: float | None = None, int8: bool = False,
+    waits_share: float | None = None, int8: bool = False, asynchronous: bool = False,
 ) -> Case:  # fmt: skip
     tokens, vocabulary, width = SHAPE.values()
     size = DTYPES[dtype].itemsize
@@ -33,7 +37,8 @@ def case(
         outputs = (meta(tokens), meta(tokens), meta(tokens), meta(tokens, dtype=ids), meta(tokens), meta(tokens, width))
         hidden, codes = meta(tokens, width, dtype=DTYPES[dtype]), meta(vocabulary, width // 32, dtype=torch.int32)
         options = Options(0.0, 0.0, None, gradient, aux, skip_below=skip, int8=int8)
-        fused.losses(hidden, codes, meta(vocabulary), meta(tokens, dtype=ids), options, outputs)
+        with mock.patch.object(fused_async, "TARGETS", frozenset({"sm_90"} if asynchronous else ())):
+            fused.losses(hidden, codes, meta(vocabulary), meta(tokens, dtype=ids), options, outputs)
 
     product, logits = 2.0 * tokens * vocabulary * width, tokens * vocabulary
     moved = vocabulary * width / 8 + tokens * width * size * (3 if gradient else 1)
@@ -102,6 +107,19 @@ def sums(launch: Launch, case: Case) -> Work:
     return _pass_over_codes(launch, launch.arguments["PARTS"] + launch.arguments["SUM_PARTS"] * launch.arguments["SUMS"])
 
 
+def asynchronous_sums(launch: Launch, case: Case) -> Work:
+    """The same; where sums follow scores by a tile, a program makes one trip more."""
+    a = launch.arguments
+    programs, products = launch.grid[0] * launch.grid[1], 2 if "shifts" in a else 1
+    trips = a["tiles"] + products - 1
+    codes, hidden = a["vocabulary"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * 2
+    flops = 2.0 * programs * trips * a["BV"] * a["BT"] * SHAPE["K"] * products
+    return Work(
+        hbm_read=codes + hidden, l2_read=hidden + codes * launch.grid[0], flops=flops, dtype="bf16", iterations=trips,
+        chain=Chain(hbm=2),
+    )  # fmt: skip
+
+
 def lse(launch: Launch, case: Case) -> Work:
     return _pass_over_codes(launch, launch.arguments["PARTS"])
 
@@ -144,6 +162,8 @@ CASES = [
     case("training, argmax and entropy", "bf16", gradient=True, aux=True),
     case("training, no tile skipped", "bf16", gradient=True, skip=1e-4),
     case("loss only", "bf16", gradient=False, share=0.7, waits_share=0.62),
+    case("training, asynchronous", "bf16", gradient=True, asynchronous=True, share=0.68, waits_share=0.66),
+    case("loss only, asynchronous", "bf16", gradient=False, asynchronous=True, share=0.7, waits_share=0.7),
     case("training, int8 scores", "bf16", gradient=True, int8=True, share=0.7),
     case("loss only, int8 scores", "bf16", gradient=False, int8=True, share=0.7),
     prior_gradient(),
@@ -151,5 +171,5 @@ CASES = [
 ]
 WORK = code_decode.WORK | {
     "quantise_rows": quantised, "sum_codes": sums, "find_lse": lse, "sum_tokens": by_code, "list_hits": hits,
-    "finish_losses": finished, "finish_rows": finished,
+    "finish_losses": finished, "finish_rows": finished, "sum_codes_async": asynchronous_sums, "sum_scores_async": asynchronous_sums,
 }  # fmt: skip

@@ -66,6 +66,7 @@ def source(launch: Launch, target: str) -> tuple[Any, dict[str, Any]]:
     """
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
     kernel, backend = launch.kernel, make_backend(gpu_target(target))
@@ -73,7 +74,8 @@ def source(launch: Launch, target: str) -> tuple[Any, dict[str, Any]]:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "debug": False, "instrumentation_mode": ""}
     bound, specialization, options = bind(**launch.arguments, **options)
     parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
-    return ASTSource(kernel, signature, constants, attributes), parsed.__dict__
+    made_from = GluonASTSource if kernel.is_gluon() else ASTSource
+    return made_from(kernel, signature, constants, attributes), parsed.__dict__
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:

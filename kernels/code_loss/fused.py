@@ -37,6 +37,7 @@ import triton.language as tl
 
 from kernels.launch import INTERPRETER, launch, target_of
 
+from . import fused_async
 from .checks import Options
 from .fused_finish import count_bits, finish_losses, finish_rows
 from .fused_int8 import quantise_rows
@@ -279,17 +280,24 @@ class _Loss:
         return self.sum_codes(self.summed[0], wanted, known, flagged, self.floors(known) if wanted else None)
 
     def sum_codes(self, scorer: _Scorer, wanted: bool, known: bool, flagged: bool, floors: torch.Tensor | None) -> tuple:
+        asynchronous = not (known or flagged or floors is not None) and fused_async.supports(scorer, self.options)
         tile = scorer.tile("sums" if wanted else "loss")
+        if asynchronous:
+            tile = _Tile(*fused_async.TILES[wanted], 1, held=1 if wanted else 2)
         splits, each = scorer.splits(tile)
         totals = scorer.empty(splits, scorer.tokens)
         sums = scorer.empty(splits, scorer.tokens, 16 * scorer.slots) if wanted else totals
         rows = torch.arange(4 * scorer.slots, device=totals.device) // scorer.slots
+        shifts = (12 - 4 * rows).to(torch.int16)
         targets = self.summed[1]
+        if asynchronous:
+            fused_async.sum_codes(scorer, tile, targets, self.hits(tile), totals, sums if wanted else None, shifts)
+            return totals, sums
         launch(
             sum_codes,
             (triton.cdiv(scorer.tokens, tile.tokens), splits),
             *(scorer.hidden, scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, targets, self.hits(tile)),
-            *(self.flags, self.references, self.factors, floors, (12 - 4 * rows).to(torch.int16), totals, sums),
+            *(self.flags, self.references, self.factors, floors, shifts, totals, sums),
             *(scorer.tokens, scorer.vocabulary, scorer.words, each),
             **(
                 scorer.scoring(tile)

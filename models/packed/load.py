@@ -91,6 +91,8 @@ class PackedModel:
             for name in ("bos_id", "eos_id"):
                 if getattr(tokenizer, name) != getattr(self, name):
                     raise file.fault(f"{name} is {getattr(self, name)} in the index, {getattr(tokenizer, name)} in tokenizer.json")
+            if tokenizer.fingerprint != self.state["tokenizer"]:
+                raise file.fault("tokenizer.json is not the tokenizer that made_from.state names")
             tokenizer.start_id = self.start_id
             return tokenizer
 

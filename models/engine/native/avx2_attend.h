@@ -9,7 +9,7 @@
 #include "elementwise.h"
 #include "kv.h"
 
-enum { QUERIES = 4, SLOT_BLOCK = 64 };
+enum { QUERIES = 4, SLOT_BLOCK = 64, KEYS_AHEAD = 2048 }; /* bytes that the prefetch of keys runs ahead */
 
 /* One head's vectors and scales; `kind` is the tf_matrix kind of the elements. */
 typedef struct {
@@ -32,6 +32,7 @@ TF_INLINE void key_dots(int kind, int queries, int count, stream keys, int slot,
         for (int h = 0; h < QUERIES; h++) sum[s][h] = _mm256_setzero_ps();
     int c = 0;
     for (; c + 8 <= keys.width; c += 8) {
+        _mm_prefetch(key + KEYS_AHEAD + (size_t)c * 2 * tf_element_bytes(kind), _MM_HINT_T0); /* two slots' bytes in a pass of one */
         for (int s = 0; s < count; s++) k[s] = widened(kind, key + (size_t)s * keys.bytes, c);
         for (int h = 0; h < queries; h++) {
             __m256 values = _mm256_loadu_ps(q + h * keys.width + c);
@@ -77,6 +78,7 @@ TF_INLINE void add_values(int kind, int queries, int vectors, stream values, int
     const char *value = values.vectors + (size_t)first * values.bytes;
     for (int slot = first; slot < last; slot++, value += values.bytes) {
         __m256 element[2];
+        _mm_prefetch(value + SLOT_BLOCK * values.bytes + (size_t)c * tf_element_bytes(kind), _MM_HINT_T0); /* the next block's */
         for (int v = 0; v < vectors; v++) element[v] = widened(kind, value, c + 8 * v);
         for (int h = 0; h < queries; h++) {
             __m256 weight = _mm256_broadcast_ss(weights + h * n + slot - from);
