@@ -63,6 +63,7 @@ class Functions(ctypes.Structure):
         ("code_words", _function(None, c_void_p, *[c_int] * 3, c_void_p)),
         ("code_tables_bytes", _function(c_size_t, c_int)),
         ("make_code_tables", _function(None, c_void_p, c_int, POINTER(CodeTables))),
+        ("refine_code_tables", _function(None, c_void_p, c_int, POINTER(CodeTables), POINTER(CodeTables))),
         ("code_block", c_int),
         ("score_codes", _function(c_float, c_void_p, c_int, c_int, POINTER(CodeTables), c_void_p, c_int, c_int, c_void_p)),
         ("exact_score", _function(c_float, c_void_p, *[c_int] * 3, c_void_p)),
@@ -187,11 +188,15 @@ class Backend:
         form.check()
         return Codes(form, capacity, bits)
 
-    def code_tables(self, hidden: np.ndarray) -> CodeTables:
+    def code_tables(self, hidden: np.ndarray, coarse: CodeTables | None = None) -> CodeTables:
+        """Tables of a hidden state, or of what ``coarse`` rounds off of it."""
         buffer = Buffer(self.functions.code_tables_bytes(hidden.size), np.uint8)
         tables = CodeTables(buffer.address)
         tables.kept = buffer
-        self.functions.make_code_tables(address(hidden), hidden.size, tables)
+        if coarse is None:
+            self.functions.make_code_tables(address(hidden), hidden.size, tables)
+        else:
+            self.functions.refine_code_tables(address(hidden), hidden.size, coarse, tables)
         buffer.check()
         return tables
 

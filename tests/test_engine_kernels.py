@@ -186,6 +186,10 @@ def test_scores_are_within_their_bound(backend, rng, bits) -> None:
         scores, largest = backend.score(codes, tables, 0, count)
         assert np.abs(scores - exact).max() <= tables.error and largest == scores.max()
         assert tables.error <= 1.1 * np.abs(hidden).max() * 4 / 255 * (bits / 4 + 1) / math.sqrt(bits)
+        fine = backend.code_tables(hidden, tables)
+        rest, _ = backend.score(codes, fine, 0, count)
+        assert np.abs(scores.astype(np.float64) + rest - exact).max() <= fine.error <= tables.error
+        assert backend.name == "portable" or fine.error <= tables.error * (0.005 + bits / 30_000)  # fp32 sums
         rescored = [backend.exact_score(codes, hidden, token) for token in range(count)]
         assert np.abs(rescored - exact).max() <= 1e-6 * np.abs(hidden, dtype=np.float64).sum()
 

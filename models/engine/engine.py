@@ -111,8 +111,8 @@ class Session:
     def score(self, tokens: Sequence[int], targets: Sequence[int | None]) -> tuple[list[float], list[bool]]:
         """Read ``tokens``; for each the log-probability (nats) of its target as the next token, and whether that is the greedy one.
 
-        None as a target gives 0.0 and True, as an ignored target does in ``Head.score_targets``. Scores of codes are exact where
-        they can matter: the sum over the vocabulary is off by less than 1e-6 of itself, besides the rounding of fp32.
+        None as a target gives 0.0 and True, as an ignored target does in ``Head.score_targets``. A target's score and the
+        largest are exact; in the sum over codes, those of tokens with more than 2^-12 of the probability, which leaves some 1e-6.
         Raises ValueError for lengths that differ, UserError for ids outside the vocabulary, ContextFull.
         """
         if len(tokens) != len(targets):

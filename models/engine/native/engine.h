@@ -113,8 +113,9 @@ TF_EXPORT int tf_read(tf_engine *engine, int sessions, tf_session *const *sessio
 /* Draws from what each session read last, once more. */
 TF_EXPORT int tf_draw_again(tf_engine *engine, int sessions, tf_session *const *session, const tf_draw *draws, int32_t *drawn);
 /* The session reads `count` tokens; for each with targets[i] >= 0 the log-probability in nats of that token as the next one, and
- * whether it has the largest score (lowest id among equals). 0 and 1 for the others. Scores are exact where they can matter: the sum
- * over the vocabulary is off by less than 1e-6 of itself, besides rounding. */
+ * whether it has the largest score (lowest id among equals). 0 and 1 for the others. Of sign codes the target's
+ * score and the largest are exact, and in the sum over the vocabulary those of all tokens with more than 2^-12 of the probability;
+ * the others are off by some 2^-8 of the rounding to 8 bits, with any sign, which moves the result by about 1e-6. */
 TF_EXPORT int tf_score(tf_engine *engine, tf_session *session, int count, const int32_t *tokens, const int32_t *targets, float *logprobs,
              uint8_t *greedy);
 /* Scores [V] of what the session read last, exact; for tests. */

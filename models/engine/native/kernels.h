@@ -68,6 +68,8 @@ typedef struct tf_backend {
     void (*code_words)(const void *form, int capacity, int bits, int id, uint32_t *words); /* back again, for the interface */
     size_t (*code_tables_bytes)(int bits);
     void (*make_code_tables)(const float *hidden, int bits, tf_code_tables *tables);
+    /* Tables of what `coarse` (of the same hidden state) rounds off: the sum of both scores is within fine->error of the exact one. */
+    void (*refine_code_tables)(const float *hidden, int bits, const tf_code_tables *coarse, tf_code_tables *fine);
     int code_block; /* ranges of ids begin at multiples of it */
     /* scores[id - begin] = approximate score + prior[id] (prior may be NULL) for ids [begin, end); returns the largest (NaN
      * is passed over; -infinity when there is nothing else). */

@@ -30,6 +30,7 @@ const tf_backend *tf_avx2_backend(void) {
         .code_words = tf_code_words,
         .code_tables_bytes = lut8_bytes,
         .make_code_tables = lut8_tables,
+        .refine_code_tables = lut8_refine,
         .code_block = TF_IDS,
         .score_codes = score_codes,
         .exact_score = tf_exact_score,

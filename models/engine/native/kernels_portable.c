@@ -50,6 +50,13 @@ static void make_code_tables(const float *hidden, int bits, tf_code_tables *tabl
     tables->error = tf_sum_error(bits, magnitude) * tables->unit;
 }
 
+/* Nothing was rounded. */
+static void refine_code_tables(const float *hidden, int bits, const tf_code_tables *coarse, tf_code_tables *fine) {
+    (void)hidden;
+    memset(fine->tables, 0, code_tables_bytes(bits));
+    fine->unit = 0.0f, fine->start = 0.0f, fine->error = coarse->error;
+}
+
 static void score_block(const uint8_t *codes, size_t bytes, const tf_code_tables *tables, float scores[TF_IDS]) {
     float sum[TF_IDS] = {0};
     const float *table = tables->tables;
@@ -88,6 +95,7 @@ const tf_backend *tf_portable_backend(void) {
         .code_words = tf_code_words,
         .code_tables_bytes = code_tables_bytes,
         .make_code_tables = make_code_tables,
+        .refine_code_tables = refine_code_tables,
         .code_block = TF_IDS,
         .score_codes = score_codes,
         .exact_score = tf_exact_score,

@@ -1,35 +1,68 @@
-/* Log-probability of a target. The sum over the vocabulary is taken chunk by chunk, and the chunks' sums in their order, so that it
- * does not depend on the number of threads. */
+/* Log-probabilities: a target's score and the largest are exact, the sum over the vocabulary is as good as. */
 #include "scoring.h"
 
 #include <math.h>
+
+/* Sums of exp((score - top) / temperature) over a thread's ids, chunk by chunk, so that they do not depend on the threads. */
+static void sum_chunks(const tf_scores_job *job, int state, int thread, double temperature)
+{
+    struct tf_scoring *s = job->engine->scoring;
+    const float *scores = s->stored + (size_t)state * job->engine->model->c.vocabulary;
+    double top = s->best[state][0].score;
+    int begin, end;
+    tf_my_ids(job->engine, thread, &begin, &end);
+    for (int first = begin; first < end; first += TF_SCORED) {
+        double sum = 0;
+        for (int id = first; id < end && id < first + TF_SCORED; id++)
+            sum += exp((scores[id] - top) / temperature);
+        s->sums[first / TF_SCORED] = sum;
+    }
+}
+
+double tf_sum_of_all(const tf_engine *engine)
+{
+    double sum = 0;
+    for (int chunk = 0; chunk * TF_SCORED < engine->model->c.vocabulary; chunk++)
+        sum += engine->scoring->sums[chunk];
+    return sum;
+}
+
+/* Kept scores of codes are off by the fine tables' error. Those of the (at most 4096) tokens with more than 2^-12 of the probability
+ * become exact; the errors of the others are small, of any sign, and weigh little. */
+void tf_make_likely_exact(const tf_scores_job *job, int state, int thread, double temperature)
+{
+    tf_engine *engine = job->engine;
+    struct tf_scoring *s = engine->scoring;
+    const tf_view *view = &s->views[(size_t)thread * TF_STATES + state];
+    float *scores = s->stored + (size_t)state * engine->model->c.vocabulary;
+    double top = s->best[state][0].score;
+    int begin, end;
+    sum_chunks(job, state, thread, temperature);
+    tf_pool_meet(engine->pool);
+    if (view->error != 0) {
+        double least = top + temperature * log(tf_sum_of_all(engine) / 4096);
+        tf_pool_meet(engine->pool); /* all have read the sums */
+        tf_my_ids(engine, thread, &begin, &end);
+        for (int id = begin; id < end; id++)
+            if (scores[id] >= least) {
+                double before = exp((scores[id] - top) / temperature);
+                scores[id] = tf_exact(view, id, scores[id]);
+                s->sums[id / TF_SCORED] += exp((scores[id] - top) / temperature) - before;
+            }
+    }
+    tf_pool_meet(engine->pool);
+}
 
 void tf_target_logprob(const tf_scores_job *job, int state, int thread)
 {
     tf_engine *engine = job->engine;
     struct tf_scoring *s = engine->scoring;
-    const tf_view *view = &s->views[(size_t)thread * TF_STATES + state];
-    int vocabulary = engine->model->c.vocabulary, begin, end, target = job->targets[state];
-    float *scores = s->stored + (size_t)state * vocabulary;
+    int target = job->targets[state];
     tf_choice best = s->best[state][0];
-    float margin = tf_margin(view, best.score);
-    /* Below `least` all the vocabulary together weighs less than 1e-6 of the best token, whatever the codes' error. */
-    float least = best.score - (logf((float)vocabulary) + 14.0f + 3 * margin);
-    tf_my_ids(engine, thread, &begin, &end);
-    tf_make_exact(view, scores, begin, end, least);
-    for (int first = begin; first < end; first += TF_SCORED) {
-        double sum = 0;
-        for (int id = first; id < end && id < first + TF_SCORED; id++)
-            sum += exp((double)scores[id] - (double)best.score);
-        s->sums[first / TF_SCORED] = sum;
-    }
-    tf_pool_meet(engine->pool);
+    tf_make_likely_exact(job, state, thread, 1);
     if (thread == 0) {
-        double sum = 0;
-        for (int chunk = 0; chunk * TF_SCORED < vocabulary; chunk++)
-            sum += s->sums[chunk];
-        float score = scores[target] >= least ? scores[target] : tf_exact(view, target, scores[target]);
-        job->logprobs[state] = (float)((double)score - (double)best.score - log(sum));
+        float score = tf_exact(&s->views[state], target, s->stored[(size_t)state * engine->model->c.vocabulary + target]);
+        job->logprobs[state] = (float)((double)score - (double)best.score - log(tf_sum_of_all(engine)));
         job->greedy[state] = best.id == target;
     }
     tf_pool_meet(engine->pool);

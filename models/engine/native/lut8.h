@@ -44,4 +44,33 @@ static inline void lut8_tables(const float *hidden, int bits, tf_code_tables *ta
     tables->error = ((float)groups * (0.5f + 0x1p-13f) * unit + tf_sum_error(bits, total)) * factor;
 }
 
+/* The same for what those entries round off, which is within u/2: shifted by that, in 255 steps. The fp32 rounding of sums and
+ * products, 255 u times 4 * 2^-24, is less than 2^-5 of such a step. */
+static inline void lut8_refine(const float *hidden, int bits, const tf_code_tables *coarse, tf_code_tables *fine) {
+    const uint8_t *rounded = coarse->tables;
+    uint8_t *entry = fine->tables;
+    int groups = (int)tf_code_bytes(bits) * 2;
+    float sums[16], largest = 0.0f, total = 0.0f, factor = tf_code_factor(bits);
+    if (!(coarse->unit > 0.0f)) {
+        lut8_constant(fine, bits, 0.0f, coarse->error);
+        return;
+    }
+    for (int g = 0; g < groups; g++) {
+        float magnitude = tf_signed_sums(hidden, bits, 4 * g, sums);
+        total += magnitude;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    float unit = largest / 127.5f, half = 0.5001f * unit, inverse = 127.5f / half;
+    for (int g = 0; g < groups; g++, entry += 16, rounded += 16) {
+        float magnitude = tf_signed_sums(hidden, bits, 4 * g, sums);
+        for (int b = 0; b < 16; b++) {
+            float step = ((sums[b] + magnitude) - (float)rounded[b] * unit + half) * inverse;
+            entry[b] = (uint8_t)tf_nearest(step < 0.0f ? 0.0f : step > 255.0f ? 255.0f : step);
+        }
+    }
+    fine->unit = half / 127.5f * factor;
+    fine->start = -(float)groups * half * factor;
+    fine->error = ((float)groups * (0.5f + 0x1p-5f) * (half / 127.5f) + 2.0f * tf_sum_error(bits, total)) * factor;
+}
+
 #endif

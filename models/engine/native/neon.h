@@ -113,7 +113,8 @@ static inline float neon_score_codes(const void *form, int capacity, int bits, c
         .name = NAME, .form_bytes = tf_form_bytes, .form_rows = tf_form_rows, .row_block = TF_ROWS,                                    \
         .quantised_bytes = tf_quantised_bytes, .quantise = tf_quantise, .multiply = neon_multiply, .add_row = tf_add_row,              \
         .codes_bytes = tf_codes_bytes, .form_codes = tf_form_codes, .code_words = tf_code_words, .code_tables_bytes = lut8_bytes,      \
-        .make_code_tables = lut8_tables, .code_block = TF_IDS, .score_codes = neon_score_codes, .exact_score = tf_exact_score,         \
+        .make_code_tables = lut8_tables, .refine_code_tables = lut8_refine, .code_block = TF_IDS, .score_codes = neon_score_codes,     \
+        .exact_score = tf_exact_score,                                                                                                 \
         .kv_bytes = tf_kv_bytes, .kv_store = tf_kv_store, .attend = plain_attend, .rms_norm = tf_rms_norm,                             \
         .layer_norm = tf_layer_norm, .gelu = tf_gelu, .gelu_mul = tf_gelu_mul, .silu_mul = tf_silu_mul, .rotate = tf_rotate            \
     }

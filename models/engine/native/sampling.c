@@ -146,7 +146,7 @@ static void noisy_best(const tf_scores_job *job, int state, int thread, const fl
     const tf_draw *draw = &job->draws[state];
     const tf_view *view = &s->views[(size_t)thread * TF_STATES + state];
     uint64_t stream = stream_of(draw);
-    double best = -INFINITY, inverse = 1 / draw->temperature, margin = (double)tf_margin(view, top) - top;
+    double best = -INFINITY, inverse = 1 / draw->temperature, margin = (double)tf_fine_margin(view, top) - top;
     int32_t drawn = -1;
     int begin, end;
     tf_my_ids(job->engine, thread, &begin, &end);
@@ -156,7 +156,7 @@ static void noisy_best(const tf_scores_job *job, int state, int thread, const fl
             continue;
         float score = tf_exact(view, id, scores[id]);
         double g = gap(score, top, draw->temperature), noisy = g + gumbel(bits);
-        if (noisy > best && kept(s, draw, score, id, g)) {
+        if (noisy > best && kept(s, draw, scores[id], id, g)) {
             best = noisy;
             drawn = id;
         }
@@ -170,14 +170,10 @@ void tf_draw_from_all(const tf_scores_job *job, int state, int thread)
     tf_engine *engine = job->engine;
     struct tf_scoring *s = engine->scoring;
     const tf_draw *draw = &job->draws[state];
-    int vocabulary = engine->model->c.vocabulary, begin, end;
-    float *scores = s->stored + (size_t)state * vocabulary, top = s->best[state][0].score;
-    if (isfinite(top) && draw->top_p < 1) { /* masses must be exact, where they are not 0 */
-        const tf_view *view = &s->views[(size_t)thread * TF_STATES + state];
-        float least = (float)(top + LEAST_GAP * draw->temperature);
-        tf_my_ids(engine, thread, &begin, &end);
-        tf_make_exact(view, scores, begin, end, least - tf_margin(view, fmaxf(fabsf(top), fabsf(least))));
-        tf_pool_meet(engine->pool);
+    int vocabulary = engine->model->c.vocabulary;
+    const float *scores = s->stored + (size_t)state * vocabulary, top = s->best[state][0].score;
+    if (isfinite(top) && draw->top_p < 1) {
+        tf_make_likely_exact(job, state, thread, draw->temperature);
         if (thread == 0)
             find_cut(s, scores, vocabulary, top, draw);
         tf_pool_meet(engine->pool);

@@ -32,7 +32,7 @@ struct tf_scoring *tf_scoring_create(const tf_engine *engine)
     s->hidden = tf_alloc(tf_times(c->width, TF_STATES * sizeof(float)));
     s->code_hidden = tf_alloc(tf_times(coded ? c->code_bits : 0, TF_STATES * sizeof(float)));
     s->chunks = tf_alloc(tf_times(each, TF_SCORED * sizeof(float)));
-    s->tables = tf_alloc(tf_times(each, s->table_bytes));
+    s->tables = tf_alloc(tf_times(2 * each, s->table_bytes));
     s->views = tf_alloc(tf_times(each, sizeof *s->views));
     s->lists = tf_alloc(tf_times(each, sizeof *s->lists));
     s->noisy = tf_alloc(tf_times(engine->threads, sizeof *s->noisy));
@@ -154,13 +154,10 @@ float tf_margin(const tf_view *view, float near)
     return view->error == 0 || !isfinite(near) ? view->error : view->error * 1.0001f + 5e-7f * fabsf(near);
 }
 
-void tf_make_exact(const tf_view *view, float *stored, int begin, int end, float least)
+/* The same of a score that is kept. */
+float tf_fine_margin(const tf_view *view, float near)
 {
-    if (view->error == 0)
-        return;
-    for (int id = begin; id < end; id++)
-        if (stored[id] >= least)
-            stored[id] = tf_exact(view, id, stored[id]);
+    return view->error == 0 || !isfinite(near) ? view->error : view->fine.error * 1.0001f + 1e-6f * fabsf(near);
 }
 
 static float largest(const float *scores, int count)
@@ -307,10 +304,31 @@ static void make_views(const tf_scores_job *job, tf_view *views, int thread)
         views[i] = (tf_view){.engine = engine, .hidden = hidden, .draw = job->draws ? &job->draws[i] : NULL};
         if (!coded)
             continue;
-        views[i].tables.tables = (char *)s->tables + ((size_t)thread * TF_STATES + i) * s->table_bytes;
+        views[i].tables.tables = (char *)s->tables + ((size_t)thread * TF_STATES + i) * 2 * s->table_bytes;
+        views[i].fine.tables = (char *)views[i].tables.tables + s->table_bytes;
         model->backend->make_code_tables(hidden, bits, &views[i].tables);
+        if (tf_state_stores(job, i))
+            model->backend->refine_code_tables(hidden, bits, &views[i].tables, &views[i].fine);
         /* A hidden state that is not finite has no tables: all its scores are taken exactly. */
         views[i].error = isfinite(views[i].tables.error) && !job->all ? fmaxf(views[i].tables.error, 1e-30f) : 0;
+    }
+}
+
+/* A chunk's scores are kept, with what the tables rounded off. */
+static void keep_scores(const tf_view *view, int begin, int end, const float *scores, float *stored)
+{
+    const tf_model *model = view->engine->model;
+    float rest[TF_SCORED];
+    memcpy(stored + begin, scores, (end - begin) * sizeof(float));
+    if (view->error == 0)
+        return;
+    model->backend->score_codes(model->parts[TF_CODES].memory, model->c.vocabulary, model->c.code_bits, &view->fine, NULL, begin, end, rest);
+    int place = penalised(view) ? seen_from(view->draw, begin) : 0, seen = penalised(view) ? view->draw->seen_count : 0;
+    for (int id = begin; id < end; id++) {
+        if (place < seen && view->draw->seen[place] == id)
+            place++; /* exact already */
+        else
+            stored[id] += rest[id - begin];
     }
 }
 
@@ -331,7 +349,7 @@ static void score_all(const tf_scores_job *job, tf_view *views, int thread)
             const float *scores = scratch + (size_t)i * TF_SCORED;
             take_chunk(&views[i], &s->lists[(size_t)thread * TF_STATES + i], begin, end, scores, top[i]);
             if (store && tf_state_stores(job, i))
-                memcpy(s->stored + i * vocabulary + begin, scores, (end - begin) * sizeof(float));
+                keep_scores(&views[i], begin, end, scores, s->stored + i * vocabulary);
             if (job->all)
                 memcpy(job->all + i * vocabulary + begin, scores, (end - begin) * sizeof(float));
         }

@@ -14,7 +14,7 @@ typedef struct {
 typedef struct {
     const tf_engine *engine;
     const float *hidden; /* what the head's table or the codes are multiplied with */
-    tf_code_tables tables;
+    tf_code_tables tables, fine; /* fine: of what tables round off, where all scores are kept */
     float error;         /* of scores against the exact ones; 0 where they are exact */
     const tf_draw *draw; /* or NULL */
 } tf_view;
@@ -41,7 +41,7 @@ struct tf_scoring {
     float *hidden;      /* [TF_STATES, width]: filled by whoever makes the job */
     float *code_hidden; /* [TF_STATES, code_bits] */
     float *chunks;      /* [threads, TF_STATES, TF_SCORED] */
-    void *tables;       /* [threads, TF_STATES, table_bytes] */
+    void *tables;       /* [threads, TF_STATES, 2, table_bytes] */
     size_t table_bytes;
     tf_view *views;     /* [threads, TF_STATES] */
     tf_list *lists;     /* [threads, TF_STATES] */
@@ -69,7 +69,9 @@ int tf_state_stores(const tf_scores_job *job, int state);
 void tf_my_ids(const tf_engine *engine, int thread, int *begin, int *end);
 float tf_exact(const tf_view *view, int id, float score);
 float tf_margin(const tf_view *view, float near);
-void tf_make_exact(const tf_view *view, float *stored, int begin, int end, float least);
+float tf_fine_margin(const tf_view *view, float near);
+void tf_make_likely_exact(const tf_scores_job *job, int state, int thread, double temperature); /* SPMD; meets at its end */
+double tf_sum_of_all(const tf_engine *engine); /* of the last tf_make_likely_exact */
 static inline float tf_key(float score)
 {
     return score != score ? __builtin_inff() : score;
