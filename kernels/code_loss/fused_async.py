@@ -19,7 +19,7 @@ TARGETS: frozenset[str] = frozenset()
 """Targets whose passes are Gluon's; made for "sm_90"."""
 WORDS = 32
 """Halfwords of a code: its kernels are for 512 bits."""
-TILES = {"sums": (128, 64, 8, 1, 1), "loss": (64, 64, 4, 1, 2), "int8 loss": (64, 64, 4, 1, 3)}
+TILES = {"sums": (128, 64, 8, 1, 1), "loss": (64, 64, 4, 1, 2), "int8 loss": (64, 64, 4, 1, 2)}
 """With and without sums of codes: codes and tokens of a tile, warps, stages, and how many such programs an SM holds."""
 
 
