@@ -328,34 +328,43 @@ class _Group:
             self._finish(self.products, int(operands[0]))
         elif opcode[1] == "mma_async":
             sums, left, descriptor, keep = operands[:4]
-            columns = int(re.match(r"m64n(\d+)k16", opcode[4])[1])
+            columns, dtype = int(re.match(r"m64n(\d+)k\d+", opcode[4])[1]), opcode[6]
+            if opcode[5:] not in (("f32", "bf16", "bf16"), ("s32", "s8", "s8")):
+                raise NotImplementedError(".".join(opcode))
             right = self.read(descriptor, "b64")
             if (right.reshape(4, 32)[:, :1] != right.reshape(4, 32)).any() or not isinstance(left, list):
                 raise NotImplementedError("a product with its left operand in shared memory or with differing descriptors")
             kept = self.read(keep, "pred").all()
-            transposed = operands[6] == "1"
-            self._issue(lambda: self._multiply(sums, left, int(right[0]), columns, kept, transposed), self.open_products)
+            transposed = dtype == "bf16" and operands[6] == "1"
+            self._issue(lambda: self._multiply(sums, left, int(right[0]), columns, kept, transposed, dtype), self.open_products)
 
-    def _multiply(self, sums: list, left: list, descriptor: int, columns: int, kept: bool, transposed: bool) -> None:
-        """sums [64, columns] (+)= left [64, 16] . right [16, columns]; fragments as PTX's pictures of wgmma have them."""
-        halves = np.stack([self.read(name, "b32") for name in left], 1).view(np.uint16).reshape(4, 8, 4, 2, 2, 2)
-        # [warp, row, quad, depth / 8, row / 8, pair] of the four registers: row / 8 changes first
-        matrix = from_bfloat16(halves.transpose(0, 4, 1, 3, 2, 5).reshape(64, 16))
-        product = matrix @ self._right(descriptor, columns, transposed)
+    def _multiply(self, sums: list, left: list, descriptor: int, columns: int, kept: bool, transposed: bool, dtype: str) -> None:
+        """sums [64, columns] (+)= left [64, depth] . right [depth, columns]; fragments as PTX's pictures of wgmma have them."""
+        raw = np.stack([self.read(name, "b32") for name in left], 1)
+        # [warp, row, quad, half of the depth, row / 8, elements of a register] of the four registers: row / 8 changes first
+        raw = raw.view(np.uint16 if dtype == "bf16" else np.int8).reshape(4, 8, 4, 2, 2, -1)
+        raw = raw.transpose(0, 4, 1, 3, 2, 5).reshape(64, -1)
+        right = self._right(descriptor, columns, transposed, raw.itemsize)
+        if dtype == "bf16":
+            product = from_bfloat16(raw) @ from_bfloat16(right)
+        else:  # exact: below 2^53
+            product = (raw.astype(np.float64) @ right.view(np.int8).astype(np.float64)).astype(np.int32)
         fragments = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(GROUP, columns // 2)
         for i, name in enumerate(sums):
-            before = self.registers[name].view(np.float32) if kept else np.float32(0)
-            self.write(name, (fragments[:, i] + before).astype(np.float32), self.everyone)
+            before = self.registers[name].view(product.dtype) if kept else product.dtype.type(0)
+            self.write(name, fragments[:, i] + before, self.everyone)
 
-    def _right(self, descriptor: int, columns: int, transposed: bool) -> np.ndarray:
-        """float32 [16, columns] of a shared-memory matrix descriptor (PTX ISA, asynchronous warp-group instructions)."""
+    def _right(self, descriptor: int, columns: int, transposed: bool, size: int) -> np.ndarray:
+        """Elements of ``size`` bytes [32 / size, columns] of a shared-memory matrix descriptor (PTX ISA, asynchronous warp-group
+        instructions)."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         row = {1: 128, 2: 64, 3: 32}[descriptor >> 62]  # bytes of a swizzled row
-        k, n = np.arange(16)[:, None], np.arange(columns)[None, :]
+        k, n = np.arange(32 // size)[:, None], np.arange(columns)[None, :]
         if transposed:  # columns lie side by side
-            across = row // 2
-            at = start + 2 * (n % across) + (n // across) * leading + (k % 8) * row + (k // 8) * stride
+            across = row // size
+            at = start + size * (n % across) + (n // across) * leading + (k % 8) * row + (k // 8) * stride
         else:
-            at = start + 2 * k + (n % 8) * row + (n // 8) * stride
+            at = start + size * k + (n % 8) * row + (n // 8) * stride
         at = at ^ (((at >> 7) & (row // 16 - 1)) << 4)
-        return from_bfloat16(self.shared[at].astype(np.uint16) | self.shared[at + 1].astype(np.uint16) << 8)
+        bytes_ = np.stack([self.shared[at + i] for i in range(size)], -1)
+        return bytes_.view(_BITS[str(8 * size)])[..., 0]

@@ -2,12 +2,13 @@
 
     python tests/ptx_samples.py
 
-prints a JSON list of what ``check`` returns. A process of its own, because the tests run kernels in Triton's interpreter, which
+prints what ``check`` returns for each sample, as JSON. A process of its own, because the tests run kernels in Triton's interpreter, which
 compiles nothing.
 """
 
 import json
 import math
+import re
 from unittest import mock
 
 import numpy as np
@@ -18,23 +19,26 @@ from ptx_memory import Memory
 from bench.ledger.compiler import compile_launch
 from kernels.code_loss import fused, fused_async
 from kernels.code_loss.checks import Options
+from kernels.code_loss.quantised import quantise
 from kernels.launch import Launch, recording
 
 TOKENS, VOCABULARY, WIDTH = 70, 600, 512
-KERNELS = {("triton", True): "sum_codes", ("gluon", True): "sum_codes_async", ("gluon", False): "sum_scores_async"}
+GLUON = {"training": "sum_codes_async", "loss": "sum_scores_async", "int8 loss": "sum_scores_int8_async"}
+SAMPLES = [*(("gluon", what) for what in GLUON), ("triton", "training")]
 LATEST = {"late": True, "order": lambda groups: groups[::-1]}
 
 
-def launched(name: str, prior: bool, gradient: bool) -> Launch:
-    """The first launch of a kernel that the host code would make on an sm_90 of one multiprocessor."""
+def launched(made_by: str, what: str, prior: bool) -> Launch:
+    """The pass over the vocabulary that the host code would launch on an sm_90 of one multiprocessor."""
+    name = GLUON[what] if made_by == "gluon" else "sum_codes"
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    targets = frozenset({"sm_90"} if name.endswith("async") else ())
+    targets = frozenset({"sm_90"} if made_by == "gluon" else ())
     outputs = (*(meta(TOKENS) for _ in range(5)), meta(TOKENS, WIDTH))
     hidden, codes = meta(TOKENS, WIDTH, dtype=torch.bfloat16), meta(VOCABULARY, WIDTH // 32, dtype=torch.int32)
-    options = Options(0.0, 0.0, None, gradient, False)
+    options = Options(0.0, 0.0, None, what == "training", False, int8=what.startswith("int8"))
     with (
         mock.patch.object(fused_async, "TARGETS", targets),
         mock.patch.dict(fused._UNITS, {"sm_90": 1}),
@@ -53,13 +57,19 @@ def operands(launch: Launch) -> tuple[dict, torch.Tensor, torch.Tensor]:
     targets[3], targets[4], targets[5], targets[6] = -1, VOCABULARY, VOCABULARY - 1, 0
     has_prior = launch.arguments["HAS_PRIOR"]
     reference = (prior.amax() * fused.LOG2E.value).float()
-    permuted = fused._permuted(hidden, 32, 1)
     given = {
-        "hidden": fused_async.ordered(permuted) if launch.name.endswith("async") else permuted,
         "codes": codes.view(torch.int16), "prior": prior, "reference": reference, "targets": targets,
         "hits": hits(targets, launch), "flags": torch.zeros(TOKENS, dtype=torch.int32), "references": torch.zeros(TOKENS),
         "factors": torch.zeros(TOKENS), "shifts": (12 - 4 * (torch.arange(128) // 32)).to(torch.int16),
     }  # fmt: skip
+    if launch.name == GLUON["int8 loss"]:
+        integers, scales = quantise(hidden)
+        bytes_ = integers.to(torch.int8).view(TOKENS, WIDTH // 8, 8).transpose(1, 2).reshape(-1)  # as quantise_rows has them
+        given |= {"hidden": fused_async.ordered_bytes(bytes_), "scales": scales.flatten(), "codes": codes}
+        hidden = integers.double() * scales.double()
+    else:
+        permuted = fused._permuted(hidden, WIDTH // 16, 1)
+        given["hidden"] = fused_async.ordered(permuted) if launch.name.endswith("async") else permuted
     signs = 2.0 * (codes.view(torch.int16).int()[:, :, None] >> torch.arange(16) & 1).double() - 1
     scores = hidden.double() @ signs.view(VOCABULARY, WIDTH).t() / (math.sqrt(WIDTH) * math.log(2))
     p = torch.exp2(scores + (prior.double() / math.log(2) - reference.double() if has_prior else 0))
@@ -103,21 +113,26 @@ def execute(launch: Launch, program: Program, given: dict, **how) -> tuple[np.nd
     return total.sum(0), sums.sum(0) if sums.ndim else sums
 
 
-def check(made_by: str, gradient: bool, prior: bool) -> dict:
-    """Largest relative error of the sums of p, error of the sums of codes relative to their size, and whether executions agree."""
+def check(made_by: str, what: str, prior: bool = True) -> dict:
+    """Largest relative error of the sums of p, error of the sums of codes relative to their size, whether executions agree, and
+    whether they do with the waits for products left out."""
     torch.manual_seed(0)
-    launch = launched(KERNELS[made_by, gradient], prior, gradient)
+    launch = launched(made_by, what, prior)
     given, want_total, want_sums = operands(launch)
-    program = Program(compile_launch(launch, "sm_90").portable)
-    total, sums = execute(launch, program, given)
-    late_total, late_sums = execute(launch, program, given, **LATEST)
-    row = {"made_by": made_by, "gradient": gradient, "prior": prior, "grid": launch.grid}
-    row["agree"] = bool(np.array_equal(total, late_total) and np.array_equal(sums, late_sums))
+    ptx = compile_launch(launch, "sm_90").portable
+    total, sums = execute(launch, Program(ptx), given)
+    late_total, late_sums = execute(launch, Program(ptx), given, **LATEST)
+    unwaited = re.sub(r"wgmma\.wait_group\.sync\.aligned \d+", "wgmma.wait_group.sync.aligned 99", ptx)
+    row = {"agree": bool(np.array_equal(total, late_total) and np.array_equal(sums, late_sums))}
+    try:
+        row["unwaited"] = bool(np.array_equal(total, execute(launch, Program(unwaited), given, **LATEST)[0]))
+    except KeyError:  # of a register that nothing has been written to
+        row["unwaited"] = False
     row["total"] = float((np.abs(total - want_total.numpy()) / want_total.numpy()).max())
-    if gradient:
+    if what == "training":
         row["sums"] = float(np.linalg.norm(sums - want_sums.numpy()) / np.linalg.norm(want_sums.numpy()))
     return row
 
 
 if __name__ == "__main__":
-    print(json.dumps([check("gluon", False, True), check("gluon", True, True), check("triton", True, True)]))
+    print(json.dumps({" ".join(sample): check(*sample) for sample in SAMPLES}))

@@ -110,13 +110,14 @@ def sums(launch: Launch, case: Case) -> Work:
 def asynchronous_sums(launch: Launch, case: Case) -> Work:
     """The same; where sums follow scores by a tile, a program makes one trip more."""
     a = launch.arguments
+    int8 = launch.name == "sum_scores_int8_async"
     programs, products = launch.grid[0] * launch.grid[1], 2 if "shifts" in a else 1
     trips = a["tiles"] + products - 1
-    codes, hidden = a["vocabulary"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * 2
+    codes, hidden = a["vocabulary"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * (1 if int8 else 2)
     flops = 2.0 * programs * trips * a["BV"] * a["BT"] * SHAPE["K"] * products
     return Work(
-        hbm_read=codes + hidden, l2_read=hidden + codes * launch.grid[0], flops=flops, dtype="bf16", iterations=trips,
-        chain=Chain(hbm=2),
+        hbm_read=codes + hidden, l2_read=hidden + codes * launch.grid[0], flops=flops, dtype="int8" if int8 else "bf16",
+        iterations=trips, chain=Chain(hbm=2),
     )  # fmt: skip
 
 
@@ -166,10 +167,12 @@ CASES = [
     case("loss only, asynchronous", "bf16", gradient=False, asynchronous=True, share=0.7, waits_share=0.7),
     case("training, int8 scores", "bf16", gradient=True, int8=True, share=0.7),
     case("loss only, int8 scores", "bf16", gradient=False, int8=True, share=0.7),
+    case("loss only, int8 scores, asynchronous", "bf16", gradient=False, int8=True, asynchronous=True, share=0.7),
     prior_gradient(),
     *code_decode.CASES,
 ]
 WORK = code_decode.WORK | {
     "quantise_rows": quantised, "sum_codes": sums, "find_lse": lse, "sum_tokens": by_code, "list_hits": hits,
     "finish_losses": finished, "finish_rows": finished, "sum_codes_async": asynchronous_sums, "sum_scores_async": asynchronous_sums,
+    "sum_scores_int8_async": asynchronous_sums,
 }  # fmt: skip

@@ -280,10 +280,10 @@ class _Loss:
         return self.sum_codes(self.summed[0], wanted, known, flagged, self.floors(known) if wanted else None)
 
     def sum_codes(self, scorer: _Scorer, wanted: bool, known: bool, flagged: bool, floors: torch.Tensor | None) -> tuple:
-        asynchronous = not (known or flagged or floors is not None) and fused_async.supports(scorer, self.options)
+        asynchronous = not (known or flagged or floors is not None) and fused_async.supports(scorer, self.options, wanted)
         tile = scorer.tile("sums" if wanted else "loss")
         if asynchronous:
-            tile = _Tile(*fused_async.TILES[wanted], 1, held=1 if wanted else 2)
+            tile = _Tile(*fused_async.TILES["int8 loss" if scorer.int8 else "sums" if wanted else "loss"])
         splits, each = scorer.splits(tile)
         totals = scorer.empty(splits, scorer.tokens)
         sums = scorer.empty(splits, scorer.tokens, 16 * scorer.slots) if wanted else totals

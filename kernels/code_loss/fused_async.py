@@ -19,20 +19,21 @@ TARGETS: frozenset[str] = frozenset()
 """Targets whose passes are Gluon's; made for "sm_90"."""
 WORDS = 32
 """Halfwords of a code: its kernels are for 512 bits."""
-TILES = {True: (128, 64, 8), False: (64, 64, 4)}
-"""With and without sums of codes: codes and tokens of a tile, and warps. One program fills an SM with sums, two without."""
+TILES = {"sums": (128, 64, 8, 1, 1), "loss": (64, 64, 4, 1, 2), "int8 loss": (64, 64, 4, 1, 2)}
+"""With and without sums of codes: codes and tokens of a tile, warps, stages, and how many such programs an SM holds."""
 
 
-def supports(scorer, options) -> bool:
-    """Whether these operands are what the kernels are for."""
+def supports(scorer, options, sums: bool) -> bool:
+    """Whether these operands, with or without sums of codes, are what the kernels are for."""
     return (
         scorer.target in TARGETS
         and scorer.dtype == torch.bfloat16
         and scorer.words == scorer.slots == WORDS
         and scorer.codes.stride(0) % 16 == 0
         and scorer.codes.data_ptr() % 16 == 0
-        and scorer.vocabulary >= TILES[True][0]
-        and not (options.int8 or options.softcap)
+        and scorer.vocabulary >= TILES["sums"][0]
+        and not (options.int8 and sums)
+        and not options.softcap
     )
 
 
@@ -45,15 +46,31 @@ def ordered(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.view(-1, 16, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(-1, 16 * WORDS)
 
 
+def ordered_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """The same of bytes [T * 512] as ``fused_int8`` permutes them: [T, 512].
+
+    A thread loads bytes 16 q .. 16 q + 15; of every 32 places it holds 4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3.
+    """
+    return rows.view(-1, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 2, 5).reshape(-1, 16 * WORDS)
+
+
 def sum_codes(scorer, tile, targets, hits, totals, sums, shifts) -> None:
     """Fill ``totals`` [splits, T] and, unless None, ``sums`` [splits, T, 512], as ``fused_kernels.sum_codes`` does in one pass."""
-    from .fused_async_kernels import sum_codes_async, sum_scores_async
-
     splits, each = scorer.splits(tile)
+    if scorer.int8:
+        from .fused_async_int8 import sum_scores_int8_async as kernel
+
+        integers, scales = scorer.hidden.split((scorer.tokens * 16 * WORDS, scorer.tokens * 4))
+        operands = (ordered_bytes(integers), scales.view(torch.float32), scorer.codes.view(torch.int32), scorer.codes.stride(0) // 2)
+    else:
+        from .fused_async_kernels import sum_codes_async, sum_scores_async
+
+        kernel = sum_scores_async if sums is None else sum_codes_async
+        operands = (ordered(scorer.hidden), scorer.codes, scorer.codes.stride(0))
     launch(
-        sum_scores_async if sums is None else sum_codes_async,
+        kernel,
         (triton.cdiv(scorer.tokens, tile.tokens), splits),
-        *(ordered(scorer.hidden), scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, targets, hits),
+        *(*operands, scorer.prior, scorer.reference, targets, hits),
         *((totals,) if sums is None else (shifts, totals, sums)),
         *(scorer.tokens, scorer.vocabulary, each),
         SCALE=1 / math.sqrt(16 * WORDS), HAS_PRIOR=scorer.prior is not None, BV=tile.codes, BT=tile.tokens, NW=tile.warps,

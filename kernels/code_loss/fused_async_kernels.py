@@ -76,20 +76,21 @@ def two_slices(words, I: gl.constexpr, LEFT: gl.constexpr):  # noqa: E741
 
 @gluon.jit
 def row_pointers(codes, stride, begin, BV: gl.constexpr, LAYOUT: gl.constexpr):
+    """To codes of 512 bits in int16 or int8."""
     row = gl.arange(0, BV, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, 512 // codes.dtype.element_ty.primitive_bitwidth, gl.SliceLayout(0, LAYOUT))
     return codes + gl.cast(begin, gl.int64) * stride + (row[:, None] * stride + column[None, :])
 
 
 @gluon.jit
 def load_hidden(parts, hidden, tokens, DEPTH: gl.constexpr, BT: gl.constexpr, NW: gl.constexpr):
     """The program's hidden states to shared memory [512 / DEPTH, BT, DEPTH]."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 128 // hidden.dtype.element_ty.primitive_bitwidth], [8, 4], [NW, 1], [1, 0])
     token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(1, LAYOUT))
     place = gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT))
     row = hidden + token.to(gl.int64)[:, None] * 512
     for i in gl.static_range(512 // DEPTH):
-        parts.index(i).store(gl.load(row + (i * DEPTH + place)[None, :], mask=(token < tokens)[:, None], other=0.0))
+        parts.index(i).store(gl.load(row + (i * DEPTH + place)[None, :], mask=(token < tokens)[:, None], other=0))
 
 
 @gluon.jit
