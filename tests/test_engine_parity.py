@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from runs import train
 
 from models.data.shards import TokenData
 from models.engine.engine import Engine
 from models.packed.__main__ import main as pack
 from models.packed.load import PackedModel
 from models.training.checkpoint import find_checkpoint
+from runs import train
 
 pytestmark = pytest.mark.slow
 ROW, ROWS = 128, 16  # 2,048 tokens
