@@ -50,7 +50,8 @@ class PackedCodec:
         return value
 
     @cached_property
-    def _backend(self) -> "tokenizers.Tokenizer":
+    def backend(self) -> "tokenizers.Tokenizer":
+        """The library's tokenizer, with the words that were added later. Raises UserError."""
         from models.packed.words import add_words
         from models.vocab.backend import open_backend
 
@@ -65,7 +66,7 @@ class PackedCodec:
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, with nothing added."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; special tokens have none, incomplete characters appear as U+FFFD."""

@@ -194,9 +194,14 @@ def _load_json(path: Path) -> Tokenizer:
 
 
 def _load_packed(path: Path) -> Tokenizer:
-    from models.packed.load import PackedModel
+    from models.packed.codec import PackedCodec
+    from models.packed.file import PackedFile
 
-    return PackedModel.open(path).load_tokenizer()
+    with PackedFile(path) as file:
+        codec = PackedCodec(file)
+        tokenizer = Tokenizer(codec.backend)
+    tokenizer.origin, tokenizer.start_id = path, codec.start_id
+    return tokenizer
 
 
 def _load_folder(path: Path) -> Tokenizer:
