@@ -3,6 +3,7 @@
     python evaluate.py runs/demo                 every arm of a grid
     python evaluate.py runs/kron                 a run's newest checkpoint
     python evaluate.py runs/kron/checkpoints/step_00000200 --data data/other
+    python evaluate.py model.tfree               a packed file, by the CPU engine
     python evaluate.py runs/demo --tasks piqa,arc_easy --offline --json scores.json --plot scores.png
     python evaluate.py --hf smollm2 --tasks hellaswag --offline --limit 200
 """
@@ -29,7 +30,7 @@ else:
         parser = argparse.ArgumentParser(
             prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        parser.add_argument("paths", nargs="*", metavar="RUN_OR_CHECKPOINT", help="a run's folder, a grid's, or a checkpoint's")
+        parser.add_argument("paths", nargs="*", metavar="MODEL", help="a run's folder, a grid's, a checkpoint's, or a packed file")
         parser.add_argument("--impl", help="auto, naive, eager or fused (default: the run's)")
         parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: %(default)s)")
         parser.add_argument("--json", metavar="FILE", help="also write the scores as JSON")

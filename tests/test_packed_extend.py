@@ -93,7 +93,7 @@ def test_words_can_be_added_again_and_again(path):
 def test_the_command(path, tmp_path, capsys):
     (tmp_path / "words.txt").write_text("\ufeffkingmaker\r\n\n  riverbank  \nthe\nkingmaker\n", encoding="utf-8")
     main(["extend", str(path), "--words", str(tmp_path / "words.txt"), "--prior-percentile", "50"])
-    assert "a.tfree: 2 words added, 1 are one token already; 292 ids" in capsys.readouterr().out
+    assert "a.tfree: 2 words added, 1 left out that are one token already; 292 ids" in capsys.readouterr().out
     assert read_words(tmp_path / "words.txt", as_written=True) == ["kingmaker", "  riverbank  ", "the"]
     main(["verify", str(path)])
     main(["inspect", str(path)])

@@ -80,6 +80,7 @@ def test_chat(opened, client):
     streamed = events(client.post("/v1/chat/completions", json=asked | {"stream": True}))
     assert "".join(event["choices"][0]["delta"]["content"] for event in streamed) == expected.text
     assert {event["object"] for event in streamed} == {"chat.completion.chunk"}
+    assert [event["choices"][0]["delta"].get("role") for event in streamed] == ["assistant"] + [None] * (len(streamed) - 1)
 
 
 def test_models_and_health(client):

@@ -107,6 +107,7 @@ def _flags(source: str, sanitize: bool) -> list[str]:
 
 
 def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
+    print("compiling the CPU engine, once for this machine ...", file=sys.stderr, flush=True)
     import tempfile  # only to compile: with subprocess it takes 2 MB of memory, and most starts find the library made
 
     library.parent.mkdir(parents=True, exist_ok=True)

@@ -159,6 +159,8 @@ def _inspect_file(path: Path) -> None:
     _print_sums_of(path)
     added = f", {model.words:,} of them added" if model.words else ""
     print(f"{path}: {model.description.arm.parts} on {model.description.kind}, {model.description.vocab_size:,} ids{added}")
+    text = model.settings.data.dir or "a converted model"
+    print(f"made from step {model.step:,} of a run on {text}; the run's settings are in the index (made_from)")
 
 
 def _print_sums_of(path: Path) -> None:
@@ -200,7 +202,7 @@ def run_extend(arguments: argparse.Namespace) -> None:
     from models.packed.extend import extend, read_words
 
     done = extend(arguments.file, read_words(arguments.words, arguments.as_written), arguments.prior_percentile)
-    print(f"{arguments.file}: {done.added:,} words added, {done.known:,} are one token already; {done.vocab_size:,} ids, "
+    print(f"{arguments.file}: {done.added:,} words added, {done.known:,} left out that are one token already; {done.vocab_size:,} ids, "
           f"{done.bytes:,} bytes more")  # fmt: skip
 
 

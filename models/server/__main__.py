@@ -1,6 +1,7 @@
 """Serve a model over HTTP: /v1/completions and /v1/chat/completions of the OpenAI protocol, with streaming.
 
     python -m models.server model.tfree
+    curl http://127.0.0.1:8000/health
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The river", "max_tokens": 20, "stream": true}'
 
 Requests are answered one after another. Chats are put to the model as plain text ("User: ...", "Assistant: ..."). Nobody is asked

@@ -96,11 +96,15 @@ class Answer:
         self.request, self.model = request, model
         self.id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self._begun: set[int] = set()  # answers of which a stream has said something
 
     def event(self, piece: Piece) -> dict[str, Any]:
         """What a stream says of a piece."""
-        text = {"delta": {"content": piece.text}} if self.request.chat else {"text": piece.text, "logprobs": None}
-        choice = {"index": self._index(piece.prompt, piece.sample), **text, "finish_reason": FINISH.get(piece.reason)}
+        index = self._index(piece.prompt, piece.sample)
+        role = {} if index in self._begun else {"role": "assistant"}
+        self._begun.add(index)
+        text = {"delta": role | {"content": piece.text}} if self.request.chat else {"text": piece.text, "logprobs": None}
+        choice = {"index": index, **text, "finish_reason": FINISH.get(piece.reason)}
         return self._frame([choice], streamed=True)
 
     def whole(self, completions: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:

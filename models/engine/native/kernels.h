@@ -1,4 +1,6 @@
-/* Inner loops of the CPU engine. One `tf_backend` per instruction set; engine.c knows no other way to touch weights.
+/* Inner loops of the CPU engine. One `tf_backend` per instruction set; the rest of the engine (interface.c,
+ * forward.c, scoring.c) knows no other way to touch weights. To add one: kernels_NAME.c beside the others, its backend declared at the end
+ * of this file, chosen in dispatch.c, its compiler flags in ../build.py.
  *
  * The engine owns all memory and gives it in the sizes that the `*_bytes` functions name, 64-byte aligned; what lies in it is the
  * backend's own affair (its "form" of a matrix or of codes). Sizes were checked before: no function here allocates or fails.

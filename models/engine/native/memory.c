@@ -1,5 +1,5 @@
-#define _GNU_SOURCE /* madvise, sched_yield, sysconf */
 /* Memory, and words for failures. */
+#define _GNU_SOURCE /* madvise, sched_yield, sysconf */
 #include "model.h"
 
 #include <stdarg.h>

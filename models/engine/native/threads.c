@@ -1,6 +1,6 @@
-#define _GNU_SOURCE /* madvise, sched_yield, sysconf */
 /* Threads spin for some microseconds, because a token takes dozens of barriers, then yield, because the core may be wanted: by a
  * thread of this pool when there are more threads than cores, or by another engine. Between runs they sleep. */
+#define _GNU_SOURCE /* madvise, sched_yield, sysconf */
 #include "threads.h"
 
 #include <pthread.h>
