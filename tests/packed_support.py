@@ -61,7 +61,7 @@ def little_checkpoint(
 def _fixed(arm: ArmSettings, size: int, bits: int) -> FixedData:
     from kernels.binary_code import pack_gf2_matrix
 
-    buffer = byte_buffer(tokenizer().token_bytes(), tokenizer().special_ids, arm.positions)
+    buffer = byte_buffer(tokenizer().tokens, tokenizer().special_ids, arm.positions)
     return FixedData(
         size, random_codes(size, BITS, seed=0).words if bits else None, bits,
         pack_gf2_matrix(matrix_for(id_bits(size))) if arm.interface == "gf2" else None,

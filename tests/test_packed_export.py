@@ -238,6 +238,6 @@ def test_padding_ids_have_no_bytes(tmp_path):
     checkpoint = little_checkpoint(tmp_path / "arm", "table/tied/none/float")
     export_file(checkpoint, tmp_path / "a.tfree", Rounding())
     ends = np.frombuffer(tensors_of(tmp_path / "a.tfree")["tokenizer.ends"][2], "<u4")
-    lengths = [len(token) for token in tokenizer().token_bytes()]
+    lengths = [len(token) for token in tokenizer().tokens]
     assert np.diff(ends, prepend=0).tolist() == lengths and BITS % 32
     assert read_json(checkpoint.path / "model.json")["vocab_size"] == len(lengths)

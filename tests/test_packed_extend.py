@@ -48,11 +48,11 @@ def test_new_words_are_tokens(path, original):
     model = PackedModel.open(path)
     model.verify()
     words = model.load_tokenizer()
-    assert words.vocab_size == 294 and words.token_bytes() == old_words.token_bytes() + [w.encode() for w in WORDS]
+    assert words.vocab_size == 294 and words.tokens == old_words.tokens + [w.encode() for w in WORDS]
     text = "The kingmaker of the riverbank, in São Tomé: zzz"
     ids = words.encode(text)
     assert {290, 291, 292, 293} < set(ids) and len(ids) < len(old_words.encode(text)) and words.decode(ids) == text
-    assert b"".join(words.token_bytes()[i] for i in ids) == text.encode()
+    assert b"".join(words.tokens[i] for i in ids) == text.encode()
     assert (words.start_id, words.eos_id) == (old_words.start_id, old_words.eos_id)
     new = model.load_model()
     hidden = torch.randn(3, 18)

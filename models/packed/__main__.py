@@ -202,8 +202,8 @@ def run_extend(arguments: argparse.Namespace) -> None:
     from models.packed.extend import extend, read_words
 
     done = extend(arguments.file, read_words(arguments.words, arguments.as_written), arguments.prior_percentile)
-    print(f"{arguments.file}: {done.added:,} words added, {done.known:,} left out that are one token already; {done.vocab_size:,} ids, "
-          f"{done.bytes:,} bytes more")  # fmt: skip
+    print(f"{arguments.file}: {done.added:,} words added, {done.known:,} left out that are one token already; "
+          f"{done.vocab_size:,} ids, {done.bytes:,} bytes more")  # fmt: skip
 
 
 if __name__ == "__main__":
