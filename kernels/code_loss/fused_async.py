@@ -61,7 +61,8 @@ def sum_codes(scorer, tile, targets, hits, totals, sums, shifts) -> None:
         from .fused_async_int8 import sum_scores_int8_async as kernel
 
         integers, scales = scorer.hidden.split((scorer.tokens * 16 * WORDS, scorer.tokens * 4))
-        operands = (ordered_bytes(integers), scales.view(torch.float32), scorer.codes.view(torch.int32), scorer.codes.stride(0) // 2)
+        codes = scorer.codes.view(torch.int32)
+        operands = (ordered_bytes(integers), scales.view(torch.float32), codes, codes.stride(0))
     else:
         from .fused_async_kernels import sum_codes_async, sum_scores_async
 
