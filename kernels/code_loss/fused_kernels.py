@@ -118,7 +118,8 @@ def add_codes(
 
 @triton.jit
 def store_sums(out, split, sum0, sum1, sum2, sum3, real, W: tl.constexpr):
-    """``add_codes``'s accumulators to rows ``split`` of fp32 [.., 16, W]: row r of sum d is bit 4 (r // W) + d of halfword r % W."""
+    """The accumulators of ``add_codes`` to rows ``split`` of fp32 [.., 16, W]: row r of the d-th is bit 4 (r // W) + d of halfword
+    r % W."""
     place = tl.arange(0, 4 * W)
     at = out + split[None, :] * (16 * W) + ((place // W) * (4 * W) + place % W)[:, None]
     tl.store(at, sum0, mask=real[None, :])
