@@ -2,8 +2,8 @@
 
     python tests/ptx_samples.py
 
-prints what ``check`` returns for each sample, as JSON. A process of its own, because the tests run kernels in Triton's interpreter, which
-compiles nothing.
+prints what ``check`` returns for each sample, as JSON. A process of its own, because the tests run kernels in Triton's interpreter,
+which compiles nothing.
 """
 
 import json

@@ -8,10 +8,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import assert_as_accurate, guarded, relative_error, strided
 from test_code_loss import explicit, problem, with_gradients
 
-from kernels.code_loss import code_cross_entropy, fused
+from kernels.code_loss import code_cross_entropy, code_logits, fused
 from kernels.code_loss import op as registered
 from kernels.common import checked_mode
 from kernels.launch import recording
@@ -150,6 +151,27 @@ def test_a_prior_of_minus_infinity_excludes_a_code():
     for a, b in ((loss, subset), (aux.entropy, subset_aux.entropy), (aux.lse, subset_aux.lse)):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
     assert torch.equal(aux.argmax, subset_aux.argmax + 200)
+
+
+@pytest.mark.parametrize("left", [[], [7]])
+@pytest.mark.parametrize("impl", ["naive", "eager", "fused"])
+def test_with_all_or_all_but_one_excluded_values_are_those_of_torch(impl, left):
+    hidden, _, codes, _, targets = case(300, 64, 3)
+    targets[:] = torch.tensor([7, 8, -100])
+    prior = torch.full((300,), -math.inf, device=DEVICE)
+    prior[left] = -1.0
+    scores = code_logits(hidden, codes, prior, impl="naive")
+    for wanted in (False, True):
+        for aux in (False, True):  # two passes, or one and then two
+            run = ours(codes, targets, reduction="none", return_aux=aux, impl=impl)
+            given = hidden.clone().requires_grad_(wanted)
+            loss, *values = run(given, prior) if aux else (run(given, prior),)
+            torch.testing.assert_close(loss, F.cross_entropy(scores, targets, reduction="none"), equal_nan=True)
+            if aux:
+                torch.testing.assert_close(values[0].lse, scores.logsumexp(1))
+            if wanted:
+                (grad,) = torch.autograd.grad(loss.sum(), given)
+                assert (grad[:2].isfinite() == bool(left)).all() and (grad[2] == 0).all()
 
 
 def test_not_finite_hidden_gives_nan_and_only_in_its_row():

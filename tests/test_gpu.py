@@ -161,9 +161,9 @@ def test_a_wait_of_the_host_is_noticed():
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90")
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(("gradient", "scores"), [(False, "float"), (False, "int8"), (True, "float")])
 @pytest.mark.parametrize("vocabulary", [128, 257, 262_143])
-def test_the_asynchronous_passes_of_code_loss_are_those_of_triton(monkeypatch, vocabulary, gradient):
+def test_the_asynchronous_passes_of_code_loss_are_those_of_triton(monkeypatch, vocabulary, gradient, scores):
     """Against sm_90's ordinary kernels: equal but for the order of fp32 sums, and twice the same to the last bit."""
     codes = torch.randint(-(2**31), 2**31, (vocabulary, 16), device=DEVICE).to(torch.int32)
     prior, targets = torch.randn(vocabulary, device=DEVICE), torch.randint(0, vocabulary, (1000,), device=DEVICE)
@@ -171,7 +171,7 @@ def test_the_asynchronous_passes_of_code_loss_are_those_of_triton(monkeypatch, v
     def results() -> list[torch.Tensor]:
         hidden = torch.randn(1000, 512, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).bfloat16()
         hidden.requires_grad_(gradient)
-        loss = code_cross_entropy(hidden, codes, prior, targets, reduction="none", impl="fused")
+        loss = code_cross_entropy(hidden, codes, prior, targets, reduction="none", scores=scores, impl="fused")
         return [loss.detach(), *(torch.autograd.grad(loss.sum(), hidden) if gradient else ())]
 
     ordinary = results()

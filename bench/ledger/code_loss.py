@@ -167,7 +167,7 @@ CASES = [
     case("loss only, asynchronous", "bf16", gradient=False, asynchronous=True, share=0.7, waits_share=0.7),
     case("training, int8 scores", "bf16", gradient=True, int8=True, share=0.7),
     case("loss only, int8 scores", "bf16", gradient=False, int8=True, share=0.7),
-    case("loss only, int8 scores, asynchronous", "bf16", gradient=False, int8=True, asynchronous=True, share=0.7),
+    case("loss only, int8 scores, asynchronous", "bf16", gradient=False, int8=True, asynchronous=True, share=0.7, waits_share=0.65),
     prior_gradient(),
     *code_decode.CASES,
 ]

@@ -104,7 +104,10 @@ def code_cross_entropy(
 
     Raises: TypeError (dtype), ValueError (shape, device, option, unknown impl), IndexError (a target out of range, in checked
     mode; unchecked, the loss of such a token is NaN). Only "naive" has a second and a forward-mode derivative: asking another for
-    one raises RuntimeError. A hidden state that is not finite makes its token's values NaN, but argmax stays in [0, V).
+    one raises RuntimeError. A hidden state that is not finite makes its token's values NaN, but argmax stays in [0, V). A prior of
+    -inf excludes a token: as in PyTorch, the loss of such a target is inf, and where all are excluded lse is -inf and the loss NaN.
+    Scores are fp32 sums: above 1e9 nats, where neighbours are 128 apart, the hidden gradient of "fused" may be NaN, and its values
+    once sum |h_k| leaves fp32 (3.4e38; "naive" and "eager" divide by sqrt(K) first).
     """
     op = "code_cross_entropy"
     rows = _token_rows(op, hidden, codes, prior)
@@ -174,9 +177,9 @@ def code_topk(
     in ``code_cross_entropy``; ValueError unless 1 <= k <= V.
     """
     op = "code_topk"
-    rows = _token_rows(op, hidden, codes, prior).detach()
+    rows, prior = _constants(op, hidden, codes, prior)
     k, softcap = checks.require_k(op, k, codes.shape[0]), checks.require_softcap(op, softcap)
-    chosen, prior = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype), None if prior is None else prior.detach()
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     with without_autocast(hidden):
         if chosen == "naive":
             values, ids = naive.topk(rows, codes, prior, k, softcap)
@@ -223,12 +226,12 @@ def code_sample(
     Raises: TypeError (dtype), ValueError (shape, device, a number out of its range, unknown impl).
     """
     op = "code_sample"
-    rows = _token_rows(op, hidden, codes, prior).detach()
+    rows, prior = _constants(op, hidden, codes, prior)
     seed, *numbers = checks.require_sampling(op, codes.shape[0], seed, temperature, top_k, top_p, min_p)
     softcap, positions = checks.require_softcap(op, softcap), _noise_positions(op, positions, hidden)
     if temperature == 0:
         return code_argmax(hidden, codes, prior, impl=impl)
-    chosen, prior = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype), None if prior is None else prior.detach()
+    chosen = select_impl(op, impl, hidden.device, AVAILABLE, rows.dtype)
     arguments = (rows, codes, prior, positions, seed, *numbers, softcap)
     with without_autocast(hidden):
         ids = naive.sample(*arguments) if chosen == "naive" else sampling.code_sample(*arguments, chosen)
@@ -273,3 +276,10 @@ def _token_rows(op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch
     """hidden as [T, K], in autocast's dtype, after the checks that all functions share."""
     checks.require_operands(op, hidden, codes, prior)
     return hidden.to(autocast_dtype(hidden)).reshape(-1, hidden.shape[-1])
+
+
+def _constants(
+    op: str, hidden: torch.Tensor, codes: torch.Tensor, prior: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``_token_rows`` and the prior without their history, for what has no gradient."""
+    return _token_rows(op, hidden, codes, prior).detach(), None if prior is None else prior.detach()

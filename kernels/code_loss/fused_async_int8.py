@@ -1,8 +1,7 @@
-"""Gluon: the loss alone with int8 scores for sm_90. ``fused_async_kernels.sum_scores_async`` with ``fused_int8``'s products.
+"""Gluon: the loss alone with int8 scores for sm_90, as ``fused_async_kernels.sum_scores_async`` does it in bfloat16.
 
-Codes are bytes, bit b of byte j code 8 j + b, and a product of depth 64 is one bit of a row's 64 bytes. A thread loads 16 neighbours
-at once, so the depth's order is not that of ``quantise_rows`` (``fused_async.ordered_bytes``). Sums are exact integers, and p what
-``fused_kernels`` makes of them, bit for bit.
+Codes are bytes, bit b of byte j code 8 j + b (``fused_int8``), and a product of depth 64 is one bit of a row's 64 bytes. A thread
+loads 16 neighbours at once, so the depth's order is not that of ``quantise_rows`` (``fused_async.ordered_bytes``).
 """
 
 from triton.experimental import gluon

@@ -133,6 +133,7 @@ def finish_losses(
     others = tl.where(gap > 0, 1.0, small) / (1 + small)
     mine = tl.where(gap > 0, small, 1.0) / (1 + small)
     lse = (tl.maximum(rest, score) + base) * LN2 + soft
+    lse = tl.where((rest == float("-inf")) & (score == float("-inf")), float("-inf"), lse)  # of no code: as torch.logsumexp
     loss = nll
     if SMOOTHING != 0:
         if SOFTCAP == 0:

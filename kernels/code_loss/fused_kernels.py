@@ -117,6 +117,18 @@ def add_codes(
 
 
 @triton.jit
+def store_sums(out, split, sum0, sum1, sum2, sum3, real, W: tl.constexpr):
+    """The accumulators of ``add_codes`` to rows ``split`` of fp32 [.., 16, W]: row r of the d-th is bit 4 (r // W) + d of halfword
+    r % W."""
+    place = tl.arange(0, 4 * W)
+    at = out + split[None, :] * (16 * W) + ((place // W) * (4 * W) + place % W)[:, None]
+    tl.store(at, sum0, mask=real[None, :])
+    tl.store(at + W, sum1, mask=real[None, :])
+    tl.store(at + 2 * W, sum2, mask=real[None, :])
+    tl.store(at + 3 * W, sum3, mask=real[None, :])
+
+
+@triton.jit
 def weigh(
     tile, allowed, total, sum0, sum1, sum2, sum3, known, factor, target, floor,
     codes, stride, prior, level, shifts, part0, part1, part2, vocabulary, words, HIT: tl.constexpr,
@@ -175,8 +187,6 @@ def sum_codes(
 
     SKIP leaves a tile without targets out of the sums of codes where no p * slope is above ``floors`` [T]. The branch adds 50
     instructions to the loop's 860 on sm_90, and jumps over 340 of them and half of the products.
-
-    Row r of the four accumulators d is bit 4 (r // W) + d of halfword r % W.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     real = token < tokens
@@ -220,12 +230,7 @@ def sum_codes(
     split = tl.program_id(1).to(tl.int64) * tokens + token
     tl.store(total_out + split, tl.sum(tl.sum(total, 0), 0), mask=real)
     if SUMS:
-        place = tl.arange(0, 4 * W)
-        out = sums_out + split[None, :] * (16 * W) + ((place // W) * (4 * W) + place % W)[:, None]
-        tl.store(out, sum0, mask=real[None, :])
-        tl.store(out + W, sum1, mask=real[None, :])
-        tl.store(out + 2 * W, sum2, mask=real[None, :])
-        tl.store(out + 3 * W, sum3, mask=real[None, :])
+        store_sums(sums_out, split, sum0, sum1, sum2, sum3, real, W)
 
 
 @triton.jit(do_not_specialize=["tokens", "vocabulary"])

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.launch import INTERPRETER, launch, target_of
 
-from .fused_kernels import add_codes
+from .fused_kernels import add_codes, store_sums
 from .fused_scores import first_code
 
 _WIDTH = 2048
@@ -47,12 +47,7 @@ def weigh_codes(
             FORM, DOT, PARTS, SHORT, FULL, W, BV,
         )  # fmt: skip
     split = tl.program_id(1).to(tl.int64) * tokens + token
-    place = tl.arange(0, 4 * W)
-    out = sums_out + split[None, :] * (16 * W) + ((place // W) * (4 * W) + place % W)[:, None]
-    tl.store(out, sum0, mask=real[None, :])
-    tl.store(out + W, sum1, mask=real[None, :])
-    tl.store(out + 2 * W, sum2, mask=real[None, :])
-    tl.store(out + 3 * W, sum3, mask=real[None, :])
+    store_sums(sums_out, split, sum0, sum1, sum2, sum3, real, W)
 
 
 def hidden_gradient(grad: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
