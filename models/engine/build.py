@@ -2,13 +2,12 @@
 
     python -m models.engine.build          # compile (or find) the library and print its path
 
-The library's name is a digest of the sources, the flags and the compiler, so that none is ever stale. The cache folder is
+The library's name is a checksum of the sources, the flags and the compiler, so that none is ever stale. The cache folder is
 $TABLEFREE_CACHE, by default ~/.cache/tablefree. The compiler is $CC, else cc, gcc or clang, else the
 one in the ziglang wheel (``pip install ziglang``, for computers without a compiler).
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import os
 import platform
@@ -16,10 +15,10 @@ import shlex
 import shutil
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 from models.errors import UserError
-from models.files import sync
 
 NATIVE = Path(__file__).parent / "native"
 LIMIT_S = 300  # for one file; the longest takes a few seconds
@@ -55,7 +54,7 @@ def ensure_library(sanitize: bool = False) -> Path:
     """
     compiler = find_compiler()
     sources = sorted(NATIVE.glob("*.c"))
-    library = cache_folder() / f"engine-{_digest(compiler, sources, sanitize)}.so"
+    library = cache_folder() / f"engine-{_checksum(compiler, sources, sanitize)}.so"
     if not library.exists():
         _make(library, compiler, sources, sanitize)
     return library
@@ -91,14 +90,14 @@ def find_compiler() -> list[str]:
     raise NoCompiler(f"no C compiler: install gcc or clang ({system}), or `pip install ziglang`")
 
 
-def _digest(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
-    digest = hashlib.sha256()
-    for path in [*sources, *sorted(NATIVE.glob("*.h"))]:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+def _checksum(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
+    """Two checksums, as nobody attacks a cache of one's own: hashlib would take 4 MB of memory in every process that reads a model."""
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve().stat()  # quicker than asking it for its version
     options = [_flags("", sanitize), EXTENSIONS, LINK, platform.machine(), sys.platform]
-    digest.update(repr([compiler, program.st_size, program.st_mtime_ns, options]).encode())
-    return digest.hexdigest()[:24]
+    text = repr([compiler, program.st_size, program.st_mtime_ns, options]).encode()
+    for path in [*sources, *sorted(NATIVE.glob("*.h"))]:
+        text += f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes()
+    return f"{zlib.crc32(text):08x}{zlib.adler32(text):08x}"
 
 
 def _flags(source: str, sanitize: bool) -> list[str]:
@@ -107,7 +106,9 @@ def _flags(source: str, sanitize: bool) -> list[str]:
 
 
 def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
-    import tempfile  # only to compile: with subprocess it takes 2 MB of memory, and most starts find the library made
+    import tempfile  # only to compile: these imports take 6 MB of memory, and most starts find the library made
+
+    from models.files import sync
 
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
