@@ -91,7 +91,7 @@ def find_compiler() -> list[str]:
 
 
 def _checksum(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
-    """Two checksums, as nobody attacks a cache of one's own: hashlib would take 4 MB of memory in every process that reads a model."""
+    """Two checksums: nobody attacks a cache of one's own, and hashlib takes 4 MB of memory in every process that reads a model."""
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve().stat()  # quicker than asking it for its version
     options = [_flags("", sanitize), EXTENSIONS, LINK, platform.machine(), sys.platform]
     text = repr([compiler, program.st_size, program.st_mtime_ns, options]).encode()

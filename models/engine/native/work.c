@@ -102,7 +102,8 @@ int tf_engine_create(const tf_model *model, int threads, int kv, tf_engine **res
     if (!engine)
         return tf_fail(TF_NO_MEMORY, "no memory for an engine");
     *engine = (tf_engine){.model = model, .threads = threads, .kv = kv, .longest = longest_input(c)};
-    engine->q_stride = model->backend->quantised_bytes(engine->longest);
+    /* A line more than a row needs: rows a power of two apart would all want the same few sets of the nearest cache. */
+    engine->q_stride = model->backend->quantised_bytes(engine->longest) + 64;
     engine->kv_bytes = model->backend->kv_bytes(kv, TF_KV_BLOCK, c->kv_heads, c->head_dim);
     engine->pool = tf_pool_create(threads);
     if (!engine->pool || !take_memory(engine)) {
