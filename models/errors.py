@@ -1,7 +1,6 @@
 """Errors a user can act on. The command lines print them as one line and no traceback (unless --debug)."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class UserError(Exception):
@@ -19,6 +18,8 @@ class UsageError(UserError):
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """A message for an unknown ``name``: the near matches if there are any, else all known names."""
+    from difflib import get_close_matches  # most runs need no such message, and it takes 0.5 MB of memory
+
     known = sorted(known)
     near = get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"

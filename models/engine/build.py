@@ -2,13 +2,12 @@
 
     python -m models.engine.build          # compile (or find) the library and print its path
 
-The library's name is a digest of the sources, the flags and the compiler, so that none is ever stale. The cache folder is
+The library's name is a checksum of the sources, the flags and the compiler, so that none is ever stale. The cache folder is
 $TABLEFREE_CACHE, by default ~/.cache/tablefree. The compiler is $CC, else cc, gcc or clang, else the
 one in the ziglang wheel (``pip install ziglang``, for computers without a compiler).
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import os
 import platform
@@ -16,10 +15,10 @@ import shlex
 import shutil
 import signal
 import sys
+import zlib
 from pathlib import Path
 
-from models.errors import UserError
-from models.files import sync
+from models.errors import UsageError, UserError
 
 NATIVE = Path(__file__).parent / "native"
 LIMIT_S = 300  # for one file; the longest takes a few seconds
@@ -55,7 +54,7 @@ def ensure_library(sanitize: bool = False) -> Path:
     """
     compiler = find_compiler()
     sources = sorted(NATIVE.glob("*.c"))
-    library = cache_folder() / f"engine-{_digest(compiler, sources, sanitize)}.so"
+    library = cache_folder() / f"engine-{_checksum(compiler, sources, sanitize)}.so"
     if not library.exists():
         _make(library, compiler, sources, sanitize)
     return library
@@ -78,8 +77,11 @@ def cache_folder() -> Path:
 def find_compiler() -> list[str]:
     """The command that compiles C; NoCompiler says what to install. A $CC that does not exist is an error, not passed over."""
     if named := os.environ.get("CC", "").strip():
-        command = shlex.split(named)
-        if shutil.which(command[0]):
+        try:
+            command = shlex.split(named)
+        except ValueError as error:
+            raise UsageError(f"CC={named}: {error}; name a C compiler, or unset CC") from error
+        if command and shutil.which(command[0]):
             return command
         raise NoCompiler(f"CC={named}: no such program; name a C compiler, or unset CC")
     for name in ("cc", "gcc", "clang"):
@@ -91,14 +93,14 @@ def find_compiler() -> list[str]:
     raise NoCompiler(f"no C compiler: install gcc or clang ({system}), or `pip install ziglang`")
 
 
-def _digest(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
-    digest = hashlib.sha256()
-    for path in [*sources, *sorted(NATIVE.glob("*.h"))]:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+def _checksum(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
+    """Two checksums: nobody attacks a cache of one's own, and hashlib takes 4 MB of memory in every process that reads a model."""
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve().stat()  # quicker than asking it for its version
     options = [_flags("", sanitize), EXTENSIONS, LINK, platform.machine(), sys.platform]
-    digest.update(repr([compiler, program.st_size, program.st_mtime_ns, options]).encode())
-    return digest.hexdigest()[:24]
+    text = repr([compiler, program.st_size, program.st_mtime_ns, options]).encode()
+    for path in [*sources, *sorted(NATIVE.glob("*.h"))]:
+        text += f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes()
+    return f"{zlib.crc32(text):08x}{zlib.adler32(text):08x}"
 
 
 def _flags(source: str, sanitize: bool) -> list[str]:
@@ -107,8 +109,11 @@ def _flags(source: str, sanitize: bool) -> list[str]:
 
 
 def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
+    import tempfile  # only to compile: these imports take 6 MB of memory, and most starts find the library made
+
+    from models.files import sync
+
     print("compiling the CPU engine, once for this machine ...", file=sys.stderr, flush=True)
-    import tempfile  # only to compile: with subprocess it takes 2 MB of memory, and most starts find the library made
 
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
@@ -118,6 +123,8 @@ def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: boo
             _run([*compiler, *_flags(source.name, sanitize), "-c", str(source), "-o", objects[-1]], folder)
         made = Path(folder, library.name)
         _run([*compiler, *_flags("", sanitize), *objects, *LINK, "-o", str(made)], folder)
+        if not made.is_file():
+            raise CompilerFailed(f"{shlex.join(compiler)}: ended well, but made no library; try another compiler (CC=...)")
         sync(made)  # else a crash could leave the name without its contents
         made.replace(library)
 

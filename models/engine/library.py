@@ -60,7 +60,10 @@ def load() -> ctypes.CDLL:
 
 @cache
 def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise OSError(f"{path}: cannot be loaded ({error}); delete it, it is compiled anew then") from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -1,6 +1,5 @@
 """The loop: prompts in, pieces of text out, a token of every row per step. Whatever reads and draws tokens is a ``Reader``."""
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -128,6 +127,8 @@ def noise_position(prompt: Sequence[int], sample: int) -> int:
     A hash of the prompt's ids and the number of the sample: it says nothing of the other rows of a batch, and different prompts do
     not share their noise, which would put the same words into all of them.
     """
+    import hashlib  # 4 MB of memory, which what needs no text does without
+
     digest = hashlib.blake2b(" ".join(map(str, (sample, *prompt))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # leaves 64-bit integers room to count up
 

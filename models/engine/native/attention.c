@@ -61,8 +61,7 @@ static void attend_piece(const tf_step *step, int layer_index, item it, float *s
     reach r = reach_of(&model->layers[layer_index], step->position[it.token]);
     const tf_layer_cache *cache = &step->session[it.token]->caches[layer_index];
     int head = it.group * groups_queries(c) + it.query, width = c->head_dim, begin, end;
-    size_t row = (size_t)(c->heads + 2 * c->kv_heads) * width;
-    const float *q = engine->qkv + it.token * row + (size_t)head * width;
+    const float *q = engine->qkv + it.token * engine->qkv_stride + (size_t)head * width;
     float *out = mix_at(step, it.token, it.piece) + (size_t)head * width;
     float *peak = peaks_at(step, it.token, it.piece) + head, *total = peak + c->heads;
     float *mean = scratch + (size_t)it.queries * TF_KV_BLOCK, *peaks = mean + (size_t)it.queries * width, *totals = peaks + it.queries;
@@ -118,7 +117,7 @@ static void ready_head(const tf_step *step, int layer_index, int token, int head
     const tf_layer *layer = &model->layers[layer_index];
     int width = c->head_dim, key = head - c->heads, value = key - c->kv_heads, slot = step->position[token] % layer->slots;
     const tf_layer_cache *cache = &step->session[token]->caches[layer_index];
-    float *vector = engine->qkv + ((size_t)token * (c->heads + 2 * c->kv_heads) + head) * width;
+    float *vector = engine->qkv + token * engine->qkv_stride + (size_t)head * width;
     if (value < 0) {
         if (c->query_key_norms)
             model->backend->rms_norm(vector, layer->parts[key < 0 ? TF_Q_NORM : TF_K_NORM].memory, width, c->eps, vector);

@@ -9,7 +9,8 @@
 #include "elementwise.h"
 #include "kv.h"
 
-enum { QUERIES = 4, SLOT_BLOCK = 64, KEYS_AHEAD = 2048 }; /* bytes that the prefetch of keys runs ahead */
+/* SLOT_BLOCK: with more, slots 512 bytes apart push each other out of the few sets of the nearest cache that they share. */
+enum { QUERIES = 4, SLOT_BLOCK = 16, KEYS_AHEAD = 4 }; /* slots that the prefetch of keys runs ahead */
 
 /* One head's vectors and scales; `kind` is the tf_matrix kind of the elements. */
 typedef struct {
@@ -24,6 +25,10 @@ static inline stream stream_of(int kind, const void *kv, int slots, int heads, i
                     tf_kv_scales(kind, kv, slots, heads, width, head), width};
 }
 
+TF_INLINE void fetch(const char *memory, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(memory + i, _MM_HINT_T0);
+}
+
 /* <q of each query head, key> for `count` (1 or 2) slots from `slot` on. */
 TF_INLINE void key_dots(int kind, int queries, int count, stream keys, int slot, const float *q, float dots[2][QUERIES]) {
     const char *key = keys.vectors + (size_t)slot * keys.bytes;
@@ -32,7 +37,6 @@ TF_INLINE void key_dots(int kind, int queries, int count, stream keys, int slot,
         for (int h = 0; h < QUERIES; h++) sum[s][h] = _mm256_setzero_ps();
     int c = 0;
     for (; c + 8 <= keys.width; c += 8) {
-        _mm_prefetch(key + KEYS_AHEAD + (size_t)c * 2 * tf_element_bytes(kind), _MM_HINT_T0); /* two slots' bytes in a pass of one */
         for (int s = 0; s < count; s++) k[s] = widened(kind, key + (size_t)s * keys.bytes, c);
         for (int h = 0; h < queries; h++) {
             __m256 values = _mm256_loadu_ps(q + h * keys.width + c);
@@ -50,11 +54,15 @@ TF_INLINE void key_dots(int kind, int queries, int count, stream keys, int slot,
     for (int s = 0; s < count; s++) _mm_storeu_ps(dots[s], sums_of_8(sum[s][0], sum[s][1], sum[s][2], sum[s][3]));
 }
 
-TF_INLINE void key_scores(int kind, int queries, stream keys, const float *q, float scale, int from, int used, float *scores) {
+/* The values of the same slots come near meanwhile: their stripes are too far apart for the processor to foresee. */
+TF_INLINE void key_scores(int kind, int queries, stream keys, stream values, const float *q, float scale, int from, int used,
+                          float *scores) {
     int n = used - from;
     float dots[2][QUERIES];
     for (int i = 0; i < n; i += 2) {
         int count = n - i < 2 ? 1 : 2;
+        fetch(values.vectors + (size_t)(from + i) * values.bytes, (size_t)count * values.bytes);
+        if (i + KEYS_AHEAD < n) fetch(keys.vectors + (size_t)(from + i + KEYS_AHEAD) * keys.bytes, (size_t)count * keys.bytes);
         if (count == 2)
             key_dots(kind, queries, 2, keys, from + i, q, dots);
         else
@@ -78,7 +86,6 @@ TF_INLINE void add_values(int kind, int queries, int vectors, stream values, int
     const char *value = values.vectors + (size_t)first * values.bytes;
     for (int slot = first; slot < last; slot++, value += values.bytes) {
         __m256 element[2];
-        _mm_prefetch(value + SLOT_BLOCK * values.bytes + (size_t)c * tf_element_bytes(kind), _MM_HINT_T0); /* the next block's */
         for (int v = 0; v < vectors; v++) element[v] = widened(kind, value, c + 8 * v);
         for (int h = 0; h < queries; h++) {
             __m256 weight = _mm256_broadcast_ss(weights + h * n + slot - from);
@@ -110,7 +117,7 @@ TF_INLINE void mean_values(int kind, int queries, stream values, int from, int u
 TF_INLINE void attend_tile(int kind, int queries, stream keys, stream values, const float *q, float scale, int from, int used,
                         float *weights, float *out, float *peak, float *total) {
     int n = used - from;
-    key_scores(kind, queries, keys, q, scale, from, used, weights);
+    key_scores(kind, queries, keys, values, q, scale, from, used, weights);
     for (int h = 0; h < queries; h++) {
         float inverse = tf_softmax(weights + h * n, n, peak + h, total + h);
         for (int i = 0; i < n; i++) weights[h * n + i] *= kind == TF_INT8 ? inverse * values.scales[from + i] : inverse;

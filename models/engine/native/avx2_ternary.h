@@ -107,8 +107,8 @@ TF_INLINE __m256i add_products(__m256i sum, __m256i codes, __m256i values) {
     return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, values));
 }
 
-/* Adds <codes, q> of four rows and two tokens (q and next) to sums. */
-TF_INLINE void spread_dot(const __m256i *codes, const int8_t *q, const int8_t *next, size_t vectors, __m128i *sums) {
+/* <codes, q> of four rows and two tokens (q and next); what follows the first columns is added. */
+TF_INLINE void spread_dot(const __m256i *codes, const int8_t *q, const int8_t *next, size_t vectors, int first, __m128i *sums) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i a0 = _mm256_setzero_si256(), a1 = a0, a2 = a0, a3 = a0, b0 = a0, b1 = a0, b2 = a0, b3 = a0;
     const __m256i *end = codes + vectors * TF_ROWS;
@@ -120,10 +120,10 @@ TF_INLINE void spread_dot(const __m256i *codes, const int8_t *q, const int8_t *n
         a2 = add_products(a2, codes[2], one), b2 = add_products(b2, codes[2], two);
         a3 = add_products(a3, codes[3], one), b3 = add_products(b3, codes[3], two);
     }
-    sums[0] = _mm_add_epi32(sums[0], sums_of_4(_mm256_madd_epi16(a0, ones), _mm256_madd_epi16(a1, ones), _mm256_madd_epi16(a2, ones),
-                                               _mm256_madd_epi16(a3, ones)));
-    sums[1] = _mm_add_epi32(sums[1], sums_of_4(_mm256_madd_epi16(b0, ones), _mm256_madd_epi16(b1, ones), _mm256_madd_epi16(b2, ones),
-                                               _mm256_madd_epi16(b3, ones)));
+    __m128i one = sums_of_4(_mm256_madd_epi16(a0, ones), _mm256_madd_epi16(a1, ones), _mm256_madd_epi16(a2, ones), _mm256_madd_epi16(a3, ones));
+    __m128i two = sums_of_4(_mm256_madd_epi16(b0, ones), _mm256_madd_epi16(b1, ones), _mm256_madd_epi16(b2, ones), _mm256_madd_epi16(b3, ones));
+    sums[0] = first ? one : _mm_add_epi32(sums[0], one);
+    sums[1] = first ? two : _mm_add_epi32(sums[1], two);
 }
 
 /* Four rows, at most TOKEN_BLOCK tokens from `first` on. */
@@ -133,13 +133,13 @@ static inline void ternary_block(const tf_matrix *w, const tf_input *x, int firs
     __m128i sums[TOKEN_BLOCK + 1]; /* of an odd number, the last token counts twice */
     const uint8_t *piece = tf_ternary_row(w, row);
     const int8_t *q = x->q + (size_t)first * x->q_stride;
-    for (int t = 0; t <= tokens; t++) sums[t] = _mm_setzero_si128();
-    for (size_t chunks = tf_chunks(w->columns), n; chunks; chunks -= n, piece += n * TF_ROWS * TF_PIECE, q += n * TF_CHUNK) {
+    const size_t all = tf_chunks(w->columns);
+    for (size_t chunks = all, n; chunks; chunks -= n, piece += n * TF_ROWS * TF_PIECE, q += n * TF_CHUNK) {
         n = chunks < SPREAD_CHUNKS ? chunks : SPREAD_CHUNKS;
         spread(piece, n, codes);
         for (int t = 0; t < tokens; t += 2) {
             const int8_t *one = q + (size_t)t * x->q_stride, *two = t + 1 < tokens ? one + x->q_stride : one;
-            spread_dot(codes, one, two, n * 4, sums + t);
+            spread_dot(codes, one, two, n * 4, chunks == all, sums + t);
         }
     }
     finish f = finish_of(w, row, end);

@@ -78,7 +78,7 @@ static void queries_keys_values(const tf_step *step, const tf_layer *layer, int 
             quantise(step, work, t, row, c->width);
     }
     tf_meet_if_shared(step);
-    size_t queries = (size_t)c->heads * c->head_dim, keys = (size_t)c->kv_heads * c->head_dim, stride = queries + 2 * keys;
+    size_t queries = (size_t)c->heads * c->head_dim, keys = (size_t)c->kv_heads * c->head_dim, stride = engine->qkv_stride;
     float *y[] = {engine->qkv, engine->qkv + queries, engine->qkv + queries + keys};
     tf_input input = input_of(step, work, work->input, engine->longest);
     tf_multiply_share(step, matrices, y, (size_t[]){stride, stride, stride}, 3, &input, thread);
@@ -114,8 +114,8 @@ static void activate(const tf_step *step, int thread)
     begin *= backend->row_block;
     end = end * backend->row_block < c->ffn ? end * backend->row_block : c->ffn;
     for (int t = 0; t < step->tokens && begin < end; t++) {
-        float *up = engine->up + (size_t)t * c->ffn + begin;
-        const float *gate = c->gated ? engine->gate + (size_t)t * c->ffn + begin : NULL;
+        float *up = engine->up + t * engine->ffn_stride + begin;
+        const float *gate = c->gated ? engine->gate + t * engine->ffn_stride + begin : NULL;
         if (!c->gated)
             backend->gelu(up, end - begin);
         else if (c->activation == TF_SILU)
@@ -143,8 +143,8 @@ static void gate_and_up(const tf_step *step, const tf_layer *layer, int thread)
     tf_meet_if_shared(step);
     tf_input input = input_of(step, work, work->input, engine->longest);
     if (c->gated)
-        tf_multiply_share(step, &gate, &engine->gate, (size_t[]){c->ffn}, 1, &input, thread);
-    tf_multiply_share(step, &up, &engine->up, (size_t[]){c->ffn}, 1, &input, thread);
+        tf_multiply_share(step, &gate, &engine->gate, (size_t[]){engine->ffn_stride}, 1, &input, thread);
+    tf_multiply_share(step, &up, &engine->up, (size_t[]){engine->ffn_stride}, 1, &input, thread);
     activate(step, thread);
 }
 
@@ -158,10 +158,10 @@ static void down(const tf_step *step, const tf_layer *layer, int thread)
     if (matrix->kind == TF_TERNARY) {
         tf_my_tokens(step, thread, &begin, &end);
         for (int t = begin; t < end; t++)
-            quantise(step, work, t, engine->up + (size_t)t * c->ffn, c->ffn);
+            quantise(step, work, t, engine->up + t * engine->ffn_stride, c->ffn);
         tf_meet_if_shared(step);
     }
-    tf_input input = input_of(step, work, engine->up, c->ffn);
+    tf_input input = input_of(step, work, engine->up, engine->ffn_stride);
     tf_multiply_share(step, &matrix, &engine->delta, (size_t[]){c->width}, 1, &input, thread);
 }
 

@@ -28,8 +28,8 @@ typedef struct {
     int tokens;
     const float *x;     /* token t at x + t * x_stride; the matrix's columns */
     size_t x_stride;    /* in floats */
-    const int8_t *q;    /* token t at q + t * q_stride; zeros from `columns` up to q_stride */
-    size_t q_stride;    /* quantised_bytes(columns) */
+    const int8_t *q;    /* token t at q + t * q_stride; zeros from `columns` up to quantised_bytes(columns) */
+    size_t q_stride;    /* at least quantised_bytes(columns) */
     const float *step;  /* [tokens]: the value of one unit of q */
     const int32_t *sum; /* [tokens]: sum of q */
 } tf_input;

@@ -72,7 +72,7 @@ struct tf_engine {
     int threads, kv;
     size_t kv_bytes; /* of a block */
     int longest;     /* of the matrices' inputs */
-    size_t q_stride;
+    size_t q_stride, qkv_stride, ffn_stride; /* of tokens in q, qkv, gate and up */
     tf_work *work;   /* [threads + 1], the last one shared, for TF_STEP tokens */
     float *qkv, *mix, *delta, *gate, *up, *hidden; /* [TF_STEP, ...] */
     float *peaks;    /* [TF_STEP, heads, TF_PIECES, 2] beside `mix` [TF_STEP, TF_PIECES, heads, head_dim] */

@@ -62,14 +62,14 @@ static int take_work(tf_engine *engine, tf_work *work, int tokens)
 static int take_shared(tf_engine *engine)
 {
     const tf_config *c = &engine->model->c;
-    size_t queries = (size_t)c->heads * c->head_dim, keys = (size_t)c->kv_heads * c->head_dim;
+    size_t queries = (size_t)c->heads * c->head_dim;
     int complete = 1;
-    engine->qkv = take(TF_STEP, queries + 2 * keys, sizeof(float), &complete);
+    engine->qkv = take(TF_STEP, engine->qkv_stride, sizeof(float), &complete);
     engine->mix = take(TF_STEP * TF_PIECES, queries, sizeof(float), &complete);
     engine->peaks = take(TF_STEP * TF_PIECES, 2 * (size_t)c->heads, sizeof(float), &complete);
     engine->delta = take(TF_STEP, c->width, sizeof(float), &complete);
-    engine->up = take(TF_STEP, c->ffn, sizeof(float), &complete);
-    engine->gate = take(c->gated ? TF_STEP : 0, c->ffn, sizeof(float), &complete);
+    engine->up = take(TF_STEP, engine->ffn_stride, sizeof(float), &complete);
+    engine->gate = take(c->gated ? TF_STEP : 0, engine->ffn_stride, sizeof(float), &complete);
     engine->hidden = take(TF_STEP, c->width, sizeof(float), &complete);
     engine->cosines = take((size_t)engine->model->thetas * TF_STEP, c->head_dim / 2, sizeof(float), &complete);
     engine->sines = take((size_t)engine->model->thetas * TF_STEP, c->head_dim / 2, sizeof(float), &complete);
@@ -90,6 +90,12 @@ static int take_memory(tf_engine *engine)
     return engine->scoring && take_shared(engine);
 }
 
+/* A row's bytes as an odd number of cache lines: rows a power of two apart would all want the same few sets of the nearest cache. */
+static size_t odd_lines(size_t bytes)
+{
+    return (bytes + 63) / 64 * 64 | 64;
+}
+
 int tf_engine_create(const tf_model *model, int threads, int kv, tf_engine **result)
 {
     const tf_config *c = &model->c;
@@ -102,7 +108,9 @@ int tf_engine_create(const tf_model *model, int threads, int kv, tf_engine **res
     if (!engine)
         return tf_fail(TF_NO_MEMORY, "no memory for an engine");
     *engine = (tf_engine){.model = model, .threads = threads, .kv = kv, .longest = longest_input(c)};
-    engine->q_stride = model->backend->quantised_bytes(engine->longest);
+    engine->q_stride = odd_lines(model->backend->quantised_bytes(engine->longest));
+    engine->qkv_stride = odd_lines((size_t)(c->heads + 2 * c->kv_heads) * c->head_dim * sizeof(float)) / sizeof(float);
+    engine->ffn_stride = odd_lines(c->ffn * sizeof(float)) / sizeof(float);
     engine->kv_bytes = model->backend->kv_bytes(kv, TF_KV_BLOCK, c->kv_heads, c->head_dim);
     engine->pool = tf_pool_create(threads);
     if (!engine->pool || !take_memory(engine)) {
