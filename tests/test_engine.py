@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_support import VOCABULARY, random_arm, write_arm
+from packed_support import write_anew
 
 from kernels.code_loss import sample_scores
 from models.engine.engine import Engine, Sampling
@@ -345,3 +346,46 @@ assert not {{"torch", "numpy", "tokenizers"}} & set(sys.modules), set(sys.module
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 4
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"body": {"heads": 10**6, "kv_heads": 10**6}}, "no room for"), ({"body": {"eps": 10**400}}, "eps must be a finite number"),
+    ({"input_scale": 10**400}, "input_scale must be a finite number"),
+])  # fmt: skip
+def test_numbers_of_a_description_that_python_cannot_compute_with_are_refused(tmp_path, change, said) -> None:
+    path = write_arm(random_arm("llama", "table/table/none/float"), tmp_path / "a.tfree")
+    with PackedFile(path) as file:
+        model = file.model | change | {"body": file.model["body"] | change.get("body", {})}
+    write_anew(path, model=model)
+    with pytest.raises(UserError, match=said):
+        Engine(path, 1)
+
+
+def test_tensors_of_a_shape_or_name_that_no_model_has_are_refused(tmp_path) -> None:
+    path = write_arm(random_arm("llama", "table/table/none/bitnet"), tmp_path / "a.tfree")
+    for name in ("tokenizer.bytes", "tokenizer.ends", "tokenizer.json"):
+        (less := tmp_path / "less.tfree").write_bytes(path.read_bytes())
+        write_anew(less, {name: None})
+        with Engine(less, 1) as engine, pytest.raises(UserError, match=f"no {name}"):
+            engine.tokenizer.encode("a")
+    write_anew(path, {"body.blocks.0.attention.q.packed": ("uint8", (), b"\0")})
+    with pytest.raises(UserError, match="expected rows of 64 weights"):
+        Engine(path, 1)
+
+
+def test_a_forked_child_is_told_that_it_has_no_threads(arms) -> None:
+    """In a process of its own, which a hang must not outlive."""
+    _, path = arms("gemma3", "sign/code/trained/bitnet")
+    program = (
+        "import os, signal; from models.engine.engine import Engine; "
+        f"engine = Engine({str(path)!r}, 2); session = engine.session(); engine.read([session], [[1]]); "
+        "child = os.fork(); signal.alarm(20)\n"
+        "if not child:\n"
+        "    try: engine.read([session], [[1]])\n"
+        "    except ValueError as error: os._exit(7 if 'before a fork' in str(error) and not engine.close() else 1)\n"
+        "    os._exit(2)\n"
+        "engine.read([session], [[1]]); raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr

@@ -5,7 +5,7 @@ checks the rest again (native/model.c).
 """
 
 import ctypes
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -145,12 +145,14 @@ class Description:
                 raise UserError(f"{name} must be a whole number, got {value!r:.40}")
         floats = {name: body[name] for name in ("eps", "theta", "theta_local", "query_pre_attn_scalar") if name in body}
         for name, value in (floats | {"input_scale": model["input_scale"]}).items():
-            if type(value) not in (int, float) or not 0 < value < math.inf:
+            if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:  # also a whole number may be larger
                 raise UserError(f"{name} must be a finite number above 0, got {value!r:.40}")
 
     def _config(self, model: dict[str, Any]) -> Config:
         body, arm, kind = self.body, self.arm, self.kind
         head_dim = body["head_dim"] or body["width"] // body["heads"]
+        if not head_dim:
+            raise UserError(f"a width of {body['width']:,} has no room for {body['heads']:,} heads")
         scalar = body["query_pre_attn_scalar"] if kind == "gemma3" else head_dim
         clear, set_ = CODE_VALUES[arm["code_scale"]]
         windows, thetas = self._layers()

@@ -150,6 +150,7 @@ class Engine:
         when there is no library (models/engine/build.py).
         """
         self._engine = self._model = None
+        self._process = os.getpid()
         self.threads = default_threads() if threads is None else threads
         if type(self.threads) is not int or not 1 <= self.threads <= MOST_THREADS:
             raise UsageError(f"threads must be a whole number from 1 to {MOST_THREADS}, got {threads!r:.40}")
@@ -183,7 +184,7 @@ class Engine:
 
     def close(self) -> None:
         """Free everything, sessions too; using the engine afterwards raises ValueError."""
-        if not self._model:
+        if not self._model or self._process != os.getpid():  # a forked child has none of the threads that freeing waits for
             return
         with self._lock:
             for session in list(self._sessions):
@@ -269,6 +270,8 @@ class Engine:
     def _held(self) -> ctypes.c_void_p:
         if not self._engine:
             raise ValueError("this engine was closed")
+        if self._process != os.getpid():
+            raise ValueError("this engine was opened before a fork, which leaves its threads behind; open one in the child")
         return self._engine
 
     def _new_session(self, make: Callable, source: ctypes.c_void_p) -> Session:

@@ -67,7 +67,8 @@ class _Loader:
         if max((1, *shape)) >= 1 << 31 or len(shape) > 2:
             raise self.file.fault(f"{part.name}: a shape of {list(shape)}, which no part of a model has")
         if part.name.endswith(".packed"):
-            return shape[0], self._ternary_columns(part, tensor)
+            columns = self._ternary_columns(part, tensor)
+            return shape[0], columns
         if len(shape) == 2:
             return shape[0], shape[1]
         size = shape[0] if shape else 1

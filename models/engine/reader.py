@@ -18,14 +18,14 @@ class EngineReader:
         self._engine.read(self._sessions, prompts)
 
     def keep(self, rows: list[int]) -> None:
-        kept: list[Session] = []
+        kept: dict[Session, None] = {}  # in order; a list would be searched once a row
         for row in rows:
             session = self._sessions[row]
-            kept.append(session.copy() if session in kept else session)
+            kept[session.copy() if session in kept else session] = None
         for session in self._sessions:
             if session not in kept:
                 session.close()
-        self._sessions = kept
+        self._sessions = list(kept)
 
     def step(self, tokens: list[int]) -> None:
         self._engine.read(self._sessions, [[token] for token in tokens])

@@ -1,6 +1,6 @@
 """Settings of generation, checked all at once. No torch here: the command line imports this file to print its help."""
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class GenerationSettings:
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
         )
         for name, fits, wanted in ranges:
-            if not fits or not math.isfinite(getattr(self, name)):
+            if not fits or not abs(getattr(self, name)) <= sys.float_info.max:  # a whole number may be beyond it
                 found.append(f"{name} must be a number {wanted}, got {getattr(self, name)!r}")
         if not _whole(self.seed, -(1 << 63)) or self.seed >= 1 << 63:
             found.append(f"seed must be a 64-bit integer, got {self.seed!r}")

@@ -56,6 +56,8 @@ class PackedCodec:
         from models.vocab.backend import open_backend
 
         with PackedFile(self._path) as file:  # not kept since: of a large vocabulary it takes as much as half the weights
+            if "tokenizer.json" not in file.tensors:
+                raise file.fault("has no tokenizer.json, so no text can be encoded")
             text = file.read("tokenizer.json")
         try:
             backend = open_backend(text.decode())
@@ -75,6 +77,9 @@ class PackedCodec:
 
 def read_token_bytes(file: PackedFile) -> TokenBytes:
     """The bytes of each id. Raises UserError when the ends do not cut the joined bytes."""
+    for name, dtype in (("tokenizer.bytes", "uint8"), ("tokenizer.ends", "uint32")):
+        if name not in file.tensors or file.tensors[name].dtype != dtype:
+            raise file.fault(f"has no {name} of {dtype}, which says what its ids stand for")
     joined, ends = file.read("tokenizer.bytes"), array("I")
     ends.frombytes(file.read("tokenizer.ends"))
     ordered = all(map(int.__le__, ends, ends[1:]))
