@@ -96,6 +96,7 @@ def test_models_and_health(client):
     ({"prompt": "a", "temperature": 10**400}, "temperature must be a number"), ({"prompt": "a", "stop": [1]}, "stop must be"),
     ({"prompt": "a", "stream": 1}, "stream must be"), ({"prompt": "a", "logprobs": 5}, "logprobs is not supported"),
     ({"prompt": "a", "best_off": 1}, "unknown field 'best_off'"), ({"prompt": "word " * 500}, "the model's context is 128"),
+    ({"prompt": "word " * 10**6}, "characters, and the model's context is 128 tokens"),
     (b'{"prompt": "\\ud800"}', "not valid UTF-8"), (b'{"prompt": "' + b"a" * (9 << 20) + b'"}', "larger than"),
 ])  # fmt: skip
 def test_what_is_refused(client, body, said):

@@ -40,10 +40,10 @@ class GenerationSettings:
             counts["top_k"] = self.top_k
         found = [f"{name} must be a whole number of at least 1, got {n!r}" for name, n in counts.items() if not _whole(n, 1)]
         ranges = (
-            ("temperature", self.temperature >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature <= 1e30, "from 0 to 1e30"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("repetition_penalty", 1e-30 <= self.repetition_penalty <= 1e30, "above 1e-30 and at most 1e30"),
         )
         for name, fits, wanted in ranges:
             if not fits or not abs(getattr(self, name)) <= sys.float_info.max:  # a whole number may be beyond it

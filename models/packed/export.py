@@ -138,3 +138,7 @@ def _tensors(
     yield from model_tensors(model.state_dict(), model.description.arm, rounding)
     text = (checkpoint.path / "tokenizer.json").read_bytes()
     yield from tokenizer_tensors(tokenizer, model.description.vocab_size, text)
+
+
+if __name__ == "__main__":
+    raise SystemExit("export is a command of its package: python -m models.packed export RUN OUT")

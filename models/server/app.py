@@ -1,5 +1,6 @@
 """The application: routes, errors, streams. Built on Starlette."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,13 +11,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from models.errors import UserError
+from models.errors import UsageError, UserError
 from models.generation.loop import Completion, Piece, add_piece, prompt_ids
 from models.generation.opened import OpenedModel
 from models.server.protocol import Answer, Request, parse_request
 from models.server.worker import Busy, Job, Worker
 
 MOST_BODY = 8 << 20  # bytes of a request
+LOOK_EVERY_S = 0.5  # whether a client that waits for its answer is still there
 
 
 def create_app(model: OpenedModel, name: str, waiting: int = 16) -> Starlette:
@@ -35,6 +37,8 @@ class _Service:
     def __init__(self, model: OpenedModel, name: str, waiting: int) -> None:
         self.model, self.name = model, name
         self.context = model.new_reader().context
+        longest = max(map(len, model.codec.tokens), default=0)
+        self.most_characters = self.context * max(longest, 1)  # of a prompt: what is longer cannot fit, so it is not split into tokens
         self.worker = Worker(model, waiting)
 
     async def models(self, request: HttpRequest) -> Response:
@@ -59,7 +63,7 @@ class _Service:
         if request.stream:
             return StreamingResponse(_events(job, answer), media_type="text/event-stream")
         try:
-            completions = await run_in_threadpool(_collect, job, request)
+            completions = await _while_connected(http, job, request)
         except UserError as error:
             return _error(400, "invalid_request_error", str(error))
         except BaseException:
@@ -70,6 +74,9 @@ class _Service:
     def _count(self, request: Request) -> int:
         """Tokens of the prompts. Raises UsageError for one that is too long or no text, before it waits for its turn."""
         names = [f"prompt {i + 1}" for i in range(len(request.prompts))]
+        for text, name in zip(request.prompts, names, strict=True):
+            if (size := len(text)) > self.most_characters:
+                raise UsageError(f"{name}: has {size:,} characters, and the model's context is {self.context:,} tokens; shorten it")
         prompts = zip(request.prompts, names, strict=True)
         return sum(len(prompt_ids(self.model.codec, text, self.context, name)) for text, name in prompts)
 
@@ -85,6 +92,16 @@ async def _body(http: HttpRequest) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON ({error})") from error
+
+
+async def _while_connected(http: HttpRequest, job: Job, request: Request) -> list[Completion]:
+    """All completions; a client that goes away ends the generation."""
+    work = asyncio.create_task(run_in_threadpool(_collect, job, request))
+    while not work.done():
+        await asyncio.wait({work}, timeout=LOOK_EVERY_S)
+        if not work.done() and await http.is_disconnected():
+            job.cancel()
+    return work.result()
 
 
 def _collect(job: Job, request: Request) -> list[Completion]:
