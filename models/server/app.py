@@ -38,7 +38,7 @@ class _Service:
         self.model, self.name = model, name
         self.context = model.new_reader().context
         longest = max(map(len, model.codec.tokens), default=0)
-        self.most_characters = self.context * max(longest, 1)  # of a prompt: what is longer cannot fit, so it is not split into tokens
+        self.most_characters = self.context * max(longest, 1)  # of a prompt: what is longer cannot fit
         self.worker = Worker(model, waiting)
 
     async def models(self, request: HttpRequest) -> Response:
