@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.engine import build
-from models.errors import UserError
+from models.errors import UsageError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 # Writes what it was asked to write, as a compiler that takes a moment.
@@ -72,6 +72,16 @@ def test_a_compiler_that_hangs_is_stopped_with_its_children(compiler, tmp_path, 
     assert time.monotonic() - start < 2
     time.sleep(2)
     assert not (tmp_path / "alive").exists() and not [*(tmp_path / "cache").iterdir()]
+
+
+def test_a_compiler_that_makes_nothing_and_a_name_that_is_none(compiler, tmp_path, monkeypatch) -> None:
+    compiler("#!/bin/sh\n")
+    with pytest.raises(build.CompilerFailed, match="ended well, but made no library"):
+        build.ensure_library()
+    assert not [*(tmp_path / "cache").iterdir()]
+    monkeypatch.setenv("CC", "'")
+    with pytest.raises(UsageError, match="CC=': No closing quotation; name a C compiler"):
+        build.ensure_library()
 
 
 def test_no_compiler(monkeypatch, tmp_path) -> None:

@@ -113,6 +113,11 @@ def test_the_scorer_answers_as_pytorch(runs, name, near):
     assert json.dumps(ours.describe()) and ours.describe()["backend"]
 
 
+def test_the_module_behind_export_is_no_command():
+    done = subprocess.run([sys.executable, "-m", "models.packed.export", "a", "b"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "python -m models.packed export RUN OUT" in done.stderr
+
+
 def test_a_file_is_a_model_by_its_name(runs, capsys):
     (name, found), *others = expand(runs / "sign.tfree")
     assert isinstance(found, PackedModel) and name.endswith("sign.tfree") and not others

@@ -1,5 +1,6 @@
 """The HTTP server: the OpenAI protocol's shapes, the same text as the command line, errors, streams, requests that wait."""
 
+import asyncio
 import json
 import threading
 
@@ -9,11 +10,13 @@ from starlette.testclient import TestClient
 from test_arms import make
 
 from models.data.shards import TokenData
-from models.generation.loop import complete, prompt_ids
+from models.generation.loop import Piece, complete, prompt_ids
 from models.generation.opened import OpenedModel
 from models.generation.settings import GenerationSettings
 from models.generation.torch_reader import TorchReader
-from models.server.app import create_app
+from models.server.app import _while_connected, create_app
+from models.server.protocol import parse_request
+from models.server.worker import END, Job
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,8 @@ def test_models_and_health(client):
     ({"prompt": "a", "top_p": 2}, "top_p must be"),
     ({"prompt": "a", "temperature": 10**400}, "temperature must be a number"), ({"prompt": "a", "stop": [1]}, "stop must be"),
     ({"prompt": "a", "stream": 1}, "stream must be"), ({"prompt": "a", "logprobs": 5}, "logprobs is not supported"),
+    ({"prompt": "a", "temperature": 1e31}, "temperature must be a number from 0 to 1e30"),
+    ({"prompt": "a", "repetition_penalty": 1e31}, "repetition_penalty must be"),
     ({"prompt": "a", "best_off": 1}, "unknown field 'best_off'"), ({"prompt": "word " * 500}, "the model's context is 128"),
     ({"prompt": "word " * 10**6}, "characters, and the model's context is 128 tokens"),
     (b'{"prompt": "\\ud800"}', "not valid UTF-8"), (b'{"prompt": "' + b"a" * (9 << 20) + b'"}', "larger than"),
@@ -107,6 +112,24 @@ def test_what_is_refused(client, body, said):
 @pytest.mark.parametrize("messages", [None, [], ["hi"], [{"role": "robot", "content": "hi"}], [{"role": "user", "content": [1]}]])
 def test_chats_that_are_refused(client, messages):
     assert "messages must be" in client.post("/v1/chat/completions", json={"messages": messages}).json()["error"]["message"]
+
+
+def test_a_client_that_leaves_ends_its_generation():
+    class Gone:
+        async def is_disconnected(self):
+            return True
+
+    request = parse_request({"prompt": "a"}, chat=False)
+    job = Job(request.prompts, request.settings)
+
+    def answer():
+        assert job.cancelled.wait(60)
+        job.results.put(Piece(0, 0, None, "", "interrupted"))
+        job.results.put(END)
+
+    threading.Thread(target=answer).start()
+    (done,) = asyncio.run(_while_connected(Gone(), job, request))
+    assert job.cancelled.is_set() and done.reason == "interrupted"
 
 
 class _Waiting(TorchReader):

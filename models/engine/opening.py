@@ -17,7 +17,7 @@ def open_packed_model(path: Path, options: OpenOptions) -> OpenedModel:
     Raises UserError, UsageError, MemoryError.
     """
     if missing := why_not():
-        _log.warning("%s. Until then PyTorch runs the file, more slowly and in more memory", missing)
+        _log.warning("%s. Until then PyTorch runs the file, more slowly, in more memory, keys and values in float32", missing)
         return _open_with_torch(path, options)
     engine = Engine(path, options.threads, options.kv or "float16")
     return OpenedModel(

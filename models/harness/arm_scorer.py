@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.errors import UserError
 from models.evaluation.command import Saved
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
 from models.generation.torch_reader import TorchReader
-from models.harness.scoring import Ids
+from models.harness.scoring import Ids, first_token
 from models.settings import ArmSettings, RunSettings
 from models.training.loop import autocast
 
@@ -27,10 +26,7 @@ class ArmScorer:
         self._tokenizer = checkpoint.load_tokenizer()
         self.name, self.context = name, self._settings.data.seq_len
         self.bos_id, self.eos_id = self._tokenizer.start_id, self._tokenizer.eos_id
-        before = self.eos_id if self.bos_id is None else self.bos_id
-        if before is None:
-            raise UserError(f"{checkpoint.path}: its tokenizer has neither a beginning- nor an end-of-document token")
-        self.prefix_id = before
+        self.prefix_id = first_token(self.bos_id, self.eos_id, checkpoint.path)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from models.engine.engine import Engine
 from models.engine.reader import EngineReader
-from models.errors import UserError
 from models.evaluation.engine_scores import EngineScores
 from models.files import sha256
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
-from models.harness.scoring import Ids
+from models.harness.scoring import Ids, first_token
 
 
 class EngineScorer:
@@ -25,10 +24,7 @@ class EngineScorer:
         self._scores, self._tokenizer = EngineScores(self._engine), self._engine.tokenizer
         self.name, self.context = str(path), self._engine.index["context"]
         self.bos_id, self.eos_id = self._tokenizer.start_id, self._tokenizer.eos_id
-        before = self.eos_id if self.bos_id is None else self.bos_id
-        if before is None:
-            raise UserError(f"{path}: its tokenizer has neither a beginning- nor an end-of-document token")
-        self.prefix_id = before
+        self.prefix_id = first_token(self.bos_id, self.eos_id, path)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)

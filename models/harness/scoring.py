@@ -7,10 +7,13 @@ asked twice) share one row. Sums are fp64, of fp32 log-probabilities; another ba
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from models.errors import UserError
 
 if TYPE_CHECKING:
     from models.generation.settings import GenerationSettings
@@ -51,6 +54,14 @@ class Row:
 
     inputs: tuple[int, ...]
     asked: list[tuple[int, Ids]] = field(default_factory=list)  # index of a request, its continuation
+
+
+def first_token(bos_id: int | None, eos_id: int | None, path: Path) -> int:
+    """``Scorer.prefix_id``: what begins a text, else what ends the one before it. Raises UserError when there is neither."""
+    before = eos_id if bos_id is None else bos_id
+    if before is None:
+        raise UserError(f"{path}: its tokenizer has neither a beginning- nor an end-of-document token")
+    return before
 
 
 def score_continuations(

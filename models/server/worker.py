@@ -9,7 +9,7 @@ from models.generation.loop import Piece, generate
 from models.generation.opened import OpenedModel
 from models.generation.settings import GenerationSettings
 
-_END = object()
+END = object()
 
 
 class Busy(Exception):
@@ -30,7 +30,7 @@ class Job:
 
     def __iter__(self) -> Iterator[Piece]:
         """The pieces as they come. Raises what the generation raised."""
-        while (result := self.results.get()) is not _END:
+        while (result := self.results.get()) is not END:
             if isinstance(result, BaseException):
                 raise result
             yield result
@@ -66,4 +66,4 @@ class Worker:
                     job.results.put(piece)
         except BaseException as error:  # the request's answer; the next request has a fresh reader
             job.results.put(error)
-        job.results.put(_END)
+        job.results.put(END)
