@@ -101,8 +101,19 @@ def test_no_compiler(monkeypatch, tmp_path) -> None:
 def test_a_cache_that_cannot_be_written_is_named(compiler, tmp_path) -> None:
     (tmp_path / "cache").write_text("a file")
     compiler(COMPILER)
-    with pytest.raises(OSError, match="cache"):
+    with pytest.raises(OSError, match="cache.*set TABLEFREE_CACHE"):
         build.ensure_library()
+
+
+def test_what_killed_processes_left_is_removed_after_a_day(compiler, tmp_path) -> None:
+    cache = tmp_path / "cache"
+    for name, age in (("old", 90_000), ("new", 60)):
+        (folder := cache / f".engine-0123.{name}").mkdir(parents=True)
+        (folder / "kernels.o").write_bytes(b"x")
+        os.utime(folder, (time.time() - age,) * 2)
+    compiler(COMPILER)
+    build.ensure_library()
+    assert [path.name for path in cache.glob(".engine-*")] == [".engine-0123.new"]
 
 
 @pytest.mark.slow

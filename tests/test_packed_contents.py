@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from packed_support import little_checkpoint, tokenizer, write_anew
 
+from models.engine.engine import Engine
 from models.errors import UserError
 from models.packed.export import export_file
 from models.packed.file import PackedFile
@@ -46,6 +47,13 @@ def check_refused(path, message):
         assert str(path) in str(error.value), error.value
 
 
+def check_engine_refuses(path):
+    """The engine, which reads the file without any of that code, refuses it too, in its own words."""
+    with pytest.raises(UserError) as error, Engine(path, threads=1) as engine:
+        engine.tokenizer.encode("a")
+    assert str(path) in str(error.value), error.value
+
+
 def _load(path):
     model = PackedModel.open(path)
     model.load_model(), model.load_tokenizer()
@@ -79,6 +87,18 @@ def test_impossible_numbers(originals, path, arm, name, at, value, message):
     path.write_bytes(originals[arm])
     write_anew(path, spoiled(path, name, at, value))
     check_refused(path, message)
+    if name != "tokenizer.bytes":  # which the engine trusts: tokenizer.json it reads only to encode
+        check_engine_refuses(path)
+
+
+def test_a_prior_of_minus_infinity_is_a_token_that_never_comes(originals, path):
+    path.write_bytes(originals["sign"])
+    write_anew(path, spoiled(path, "head.prior.values", 5, -np.inf))
+    PackedModel.open(path).verify()
+    with Engine(path, threads=1) as engine, engine.session() as session:
+        engine.read([session], [[1]])
+        scores = session.scores()
+    assert scores[5] == -np.inf and np.isfinite(scores).sum() == len(scores) - 1
 
 
 @pytest.mark.parametrize(
@@ -101,6 +121,7 @@ def test_tensors_that_the_model_does_not_have(originals, path, arm, tensors, mes
     path.write_bytes(originals[arm])
     write_anew(path, tensors)
     check_refused(path, message)
+    check_engine_refuses(path)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,15 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from models.errors import UsageError, UserError
 
 NATIVE = Path(__file__).parent / "native"
+STEM = "engine"
 LIMIT_S = 300  # for one file; the longest takes a few seconds
 X86 = ("x86_64", "AMD64")
 
@@ -54,7 +57,7 @@ def ensure_library(sanitize: bool = False) -> Path:
     """
     compiler = find_compiler()
     sources = sorted(NATIVE.glob("*.c"))
-    library = cache_folder() / f"engine-{_checksum(compiler, sources, sanitize)}.so"
+    library = cache_folder() / f"{STEM}-{_checksum(compiler, sources, sanitize)}.so"
     if not library.exists():
         _make(library, compiler, sources, sanitize)
     return library
@@ -109,14 +112,11 @@ def _flags(source: str, sanitize: bool) -> list[str]:
 
 
 def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
-    import tempfile  # only to compile: these imports take 6 MB of memory, and most starts find the library made
-
-    from models.files import sync
+    from models.files import sync  # only to compile: most starts find the library made, and imports take memory
 
     print("compiling the CPU engine, once for this machine ...", file=sys.stderr, flush=True)
 
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=library.parent, ignore_cleanup_errors=True) as folder:
+    with _workspace(library) as folder:
         objects = []
         for source in sources:
             objects.append(str(Path(folder, source.stem + ".o")))
@@ -127,6 +127,24 @@ def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: boo
             raise CompilerFailed(f"{shlex.join(compiler)}: ended well, but made no library; try another compiler (CC=...)")
         sync(made)  # else a crash could leave the name without its contents
         made.replace(library)
+
+
+@contextlib.contextmanager
+def _workspace(library: Path) -> Iterator[str]:
+    """A folder beside the library, removed in the end; those that killed processes left a day ago are removed too."""
+    import tempfile  # 6 MB of memory, see _make
+
+    cache = library.parent
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for left in cache.glob(f".{STEM}-*"):
+            if left.stat().st_mtime < time.time() - 86_400:
+                shutil.rmtree(left, ignore_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=cache, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise OSError(f"{error}: the compiled engine is kept there; set TABLEFREE_CACHE to a folder that can be written") from error
+    with folder as name:
+        yield name
 
 
 def _run(command: list[str], folder: str) -> None:

@@ -27,6 +27,7 @@ def load_model(library: ctypes.CDLL, file: PackedFile, description: Description,
 class _Loader:
     def __init__(self, library: ctypes.CDLL, file: PackedFile, description: Description, model: ctypes.c_void_p) -> None:
         self.library, self.file, self.description, self.model = library, file, description, model
+        self.loaded: set[str] = set()
 
     def load(self) -> None:
         for part in self.description.parts():
@@ -34,6 +35,9 @@ class _Loader:
             self._load(part, tensor)
             if scale := self._scale_of(part, tensor):
                 self._load(scale, self._tensor(scale.name))
+        for name in self.file.tensors:
+            if name not in self.loaded and not name.startswith("tokenizer."):
+                raise self.file.fault(f"{name}: the model it describes has no such tensor")
         check(self.library, self.library.tf_model_finish(self.model), f"{self.file.path}: ")
 
     def _tensor(self, name: str) -> Tensor:
@@ -49,6 +53,7 @@ class _Loader:
         return None
 
     def _load(self, part: Part, tensor: Tensor) -> None:
+        self.loaded.add(part.name)
         rows, columns = self._shape(part, tensor)
         kind = KINDS["ternary" if part.name.endswith(".packed") else tensor.dtype]
         about = f"{self.file.path}: {part.name}: "

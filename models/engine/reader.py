@@ -3,6 +3,8 @@
 from models.engine.engine import Engine, Sampling, Session
 from models.generation.settings import GenerationSettings
 
+READ_AT_ONCE = 512  # tokens of a prompt; Python sees Ctrl-C only between calls of the library
+
 
 class EngineReader:
     """A ``models.generation.reader.Reader`` over an engine's sessions."""
@@ -15,7 +17,10 @@ class EngineReader:
     def start(self, prompts: list[list[int]], new: int) -> None:
         self.keep([])
         self._sessions = [self._engine.session() for _ in prompts]
-        self._engine.read(self._sessions, prompts)
+        for begin in range(0, max(map(len, prompts), default=0), READ_AT_ONCE):
+            rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
+            parts = [prompts[row][begin : begin + READ_AT_ONCE] for row in rows]
+            self._engine.read([self._sessions[row] for row in rows], parts)
 
     def keep(self, rows: list[int]) -> None:
         kept: dict[Session, None] = {}  # in order; a list would be searched once a row

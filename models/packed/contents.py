@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from models.packed.file import PackedFile
+from models.packed.sections import PRIOR
 
 if TYPE_CHECKING:
     from models.arm import ModelDescription
@@ -32,6 +33,8 @@ def pieces(file: PackedFile, name: str, rule: Rule) -> Iterator[tuple[int, np.nd
 def rule_for(file: PackedFile, name: str, description: "ModelDescription") -> Rule:
     """What the rows of a tensor must be in a model of this description."""
     tensor = file.tensors[name]
+    if name == PRIOR:
+        return prior
     if tensor.dtype in ("float16", "float32"):
         return scales if name.removesuffix(".scale") in file.tensors and name.endswith(".scale") else finite
     if name == "tokenizer.ends":
@@ -65,6 +68,11 @@ def anything(_: np.ndarray) -> str:
 
 def finite(rows: np.ndarray) -> str:
     return "" if np.isfinite(rows).all() else "is not finite"
+
+
+def prior(rows: np.ndarray) -> str:
+    """Minus infinity is a token that never comes."""
+    return finite(rows[rows != -np.inf])
 
 
 def scales(rows: np.ndarray) -> str:

@@ -102,10 +102,12 @@ static int is_float(int kind)
 
 static int allowed(shape expected, int place, int kind)
 {
+    if (place == TF_CODE_MAP)
+        return kind == TF_FLOAT32;
     if (expected.use == MATRIX)
         return is_float(kind) || kind == TF_INT8 || (kind == TF_TERNARY && place < TF_LAYER_PLACES);
     if (expected.use == FLOATS || expected.use == TRANSPOSED)
-        return kind == TF_FLOAT32 || (kind == TF_FLOAT16 && (place == TF_PRIOR || place == TF_LIFT));
+        return kind == TF_FLOAT32 || (kind == TF_FLOAT16 && place == TF_PRIOR);
     return kind == expected.use;
 }
 
@@ -193,12 +195,49 @@ static int check_values(const tf_config *c, int place, const float *values, size
     return TF_OK;
 }
 
-static int take_floats(tf_model *model, tf_part *part, int place, const void *data, int count)
+/* Scales of int8 rows: 127 of them, the largest value a row can have, must be finite too. */
+static int check_scales(int place, const float *values, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (!isfinite(127 * values[i]))
+            return tf_fail(TF_INVALID, "part %d has a scale that makes 127 infinite", place);
+    return TF_OK;
+}
+
+static int take_floats(tf_model *model, tf_part *part, int layer, int place, const void *data, int count)
 {
     size_t numbers = (size_t)count * part->columns;
     float *out = (float *)part->memory + (size_t)part->loaded * part->columns;
     widen(part->kind, data, numbers, out);
-    return check_values(&model->c, place, out, numbers);
+    int code = check_values(&model->c, place, out, numbers);
+    if (!code && place >= TF_SCALE_OF && place < TF_BIAS_OF && part_at(model, layer, place - TF_SCALE_OF)->kind == TF_INT8)
+        code = check_scales(place, out, numbers);
+    return code;
+}
+
+/* Whether numbers of a float matrix, as the file has them, have the exponent of infinities and NaN. */
+static int has_infinite(int kind, const uint8_t *data, size_t bytes)
+{
+    size_t size = kind == TF_FLOAT16 ? 2 : 4;
+    uint32_t most = kind == TF_FLOAT16 ? 0x7c00 : 0x7f800000, found = 0;
+    for (size_t i = 0; i < bytes; i += size) {
+        uint32_t number = 0;
+        memcpy(&number, data + i, size);
+        found |= (number & most) == most;
+    }
+    return found != 0;
+}
+
+/* Ids have fewer bits than a mask has room for. */
+static int check_masks(const tf_model *model, const uint8_t *data, int count)
+{
+    for (int i = 0; i < count; i++) {
+        uint64_t mask;
+        memcpy(&mask, data + (size_t)i * 8, 8);
+        if (model->c.id_bits < 64 && mask >> model->c.id_bits)
+            return tf_fail(TF_INVALID, "a row over GF(2) has bits beyond the %d of an id", model->c.id_bits);
+    }
+    return TF_OK;
 }
 
 static int take_lengths(const tf_model *model, const uint8_t *data, int count)
@@ -222,14 +261,18 @@ static int check_spare_bits(const tf_model *model, const uint8_t *data, int coun
     return TF_OK;
 }
 
-static int take_rows(tf_model *model, tf_part *part, int place, const void *data, int count, size_t bytes)
+static int take_rows(tf_model *model, tf_part *part, int layer, int place, const void *data, int count, size_t bytes)
 {
     int use = (place % TF_SCALE_OF < TF_LAYER_PLACES ? layer_shape(&model->c, place % TF_SCALE_OF) : model_shape(&model->c, place)).use;
     if (place >= TF_SCALE_OF || use == FLOATS || use == TRANSPOSED)
-        return take_floats(model, part, place, data, count);
+        return take_floats(model, part, layer, place, data, count);
     if (use == MATRIX) {
         if (part->kind == TF_TERNARY && has_code_three(data, bytes))
             return tf_fail(TF_INVALID, "part %d holds the 2-bit code 3, which no ternary weight has", place);
+        if (part->kind == TF_INT8 && memchr(data, 0x80, bytes))
+            return tf_fail(TF_INVALID, "part %d holds -128, which no rounded weight is", place);
+        if (is_float(part->kind) && has_infinite(part->kind, data, bytes))
+            return tf_fail(TF_INVALID, "part %d has a value that is not finite", place);
         model->backend->form_rows(&part->matrix, part->loaded, count, data);
         return TF_OK;
     }
@@ -240,7 +283,7 @@ static int take_rows(tf_model *model, tf_part *part, int place, const void *data
         return TF_OK;
     }
     memcpy((char *)part->memory + (size_t)part->loaded * part->row_bytes, data, bytes);
-    return place == TF_LENGTHS ? take_lengths(model, data, count) : TF_OK;
+    return place == TF_LENGTHS ? take_lengths(model, data, count) : place == TF_GF2 ? check_masks(model, data, count) : TF_OK;
 }
 
 int tf_model_load(tf_model *model, int layer, int place, int count, const void *data, size_t bytes)
@@ -251,7 +294,7 @@ int tf_model_load(tf_model *model, int layer, int place, int count, const void *
     if (count < 1 || count > part->rows - part->loaded || tf_times(count, part->row_bytes) != bytes)
         return tf_fail(TF_INVALID, "part %d of layer %d takes %d more rows of %zu bytes, got %d rows in %zu bytes", place, layer,
                        part->rows - part->loaded, part->row_bytes, count, bytes);
-    int code = take_rows(model, part, place, data, count, bytes);
+    int code = take_rows(model, part, layer, place, data, count, bytes);
     part->loaded += count;
     return code;
 }
