@@ -93,8 +93,7 @@ void tf_take_scores(const tf_view *view, tf_list *list, int begin, int end, cons
     for (int place = begin; place < end; place++) {
         if (scores[place - begin] < least)
             continue;
-        int id = tf_id(view->engine->model, place);
-        offer(list, (tf_choice){tf_exact(view, id, scores[place - begin]), id});
+        offer(list, (tf_choice){tf_exact(view, place, scores[place - begin]), tf_id(view->engine->model, place)});
         least = fmaxf(least, least_of(view, list, top));
     }
     if (list->held == list->most)

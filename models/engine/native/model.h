@@ -37,7 +37,7 @@ typedef struct {
 typedef struct {
     int32_t *ids;    /* [vocabulary]: the id at each place; NULL: places are ids */
     uint8_t *groups; /* [vocabulary]: the group of each id */
-    float *tops;     /* [groups]: the largest prior of each */
+    float *tops;     /* [groups]: the largest prior of each, and of those behind it */
     int group;       /* places of a group, a multiple of TF_SCORED */
 } tf_order;
 

@@ -2,30 +2,33 @@
  * greedy and top-k choices can do without most of them (search.c). All others have them by id, in one stream. */
 #include "model.h"
 
-#include <stdlib.h>
+#include <math.h>
 #include <string.h>
 
-enum { MOST_GROUPS = 256 };
+enum { MOST_GROUPS = 256, BINS = 1 << 16 };
 
-typedef struct {
-    float value;
-    int32_t id;
-} ranked;
-
-static int by_value(const void *a, const void *b)
+/* The upper half of a float's bits, counted so that larger floats have lower numbers: a relative step of 2^-7. */
+static int bin_of(float value)
 {
-    const ranked *x = a, *y = b;
-    return x->value != y->value ? (x->value < y->value ? 1 : -1) : x->id < y->id ? -1 : 1;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (int)((bits >> 31 ? bits : ~bits & 0x7fffffff) >> 16);
 }
 
-static void take_group(tf_order *order, const ranked *items, int count)
+/* Gives each id its group: by the bin of its prior, within a bin as they come. `starts` [BINS] is for counting. */
+static void group_ids(tf_order *order, const float *prior, int count, int32_t *starts)
 {
-    for (int rank = 0; rank < count; rank++) {
-        int group = rank / order->group;
-        order->groups[items[rank].id] = (uint8_t)group;
-        if (rank % order->group == 0)
-            order->tops[group] = items[rank].value;
+    int before = 0;
+    memset(starts, 0, BINS * sizeof *starts);
+    for (int id = 0; id < count; id++)
+        starts[bin_of(prior[id])]++;
+    for (int bin = 0; bin < BINS; bin++) {
+        int own = starts[bin];
+        starts[bin] = before;
+        before += own;
     }
+    for (int id = 0; id < count; id++)
+        order->groups[id] = (uint8_t)(starts[bin_of(prior[id])]++ / order->group);
 }
 
 /* Ids of a group in their own order, and their prior with them. `by_id`: a copy of the prior as it came. */
@@ -38,6 +41,16 @@ static void place_ids(tf_order *order, float *prior, const float *by_id, int cou
         int place = next[order->groups[id]]++;
         order->ids[place] = id;
         prior[place] = by_id[id];
+    }
+}
+
+/* Of each group the largest prior in it and behind it. */
+static void find_tops(tf_order *order, const float *prior, int count)
+{
+    float top = -INFINITY;
+    for (int place = count - 1; place >= 0; place--) {
+        top = prior[place] > top ? prior[place] : top;
+        order->tops[place / order->group] = top;
     }
 }
 
@@ -54,23 +67,22 @@ static int order_ids(tf_model *model)
     int count = model->c.vocabulary, chunks = (count + TF_SCORED - 1) / TF_SCORED;
     float *prior = model->parts[TF_PRIOR].memory;
     tf_order *order = &model->order;
-    ranked *items = tf_alloc(tf_times(count, sizeof *items));
+    int32_t *starts = tf_alloc(BINS * sizeof *starts);
+    float *by_id = tf_alloc(tf_times(count, sizeof *by_id));
     order->group = (chunks + MOST_GROUPS - 1) / MOST_GROUPS * TF_SCORED;
     order->groups = tf_arena_take(&model->arena, count);
     order->tops = tf_arena_take(&model->arena, MOST_GROUPS * sizeof *order->tops);
     order->ids = tf_arena_take(&model->arena, tf_times(count, sizeof *order->ids));
-    if (!items || !order->groups || !order->tops || !order->ids) {
-        tf_free(items);
-        return tf_fail(TF_NO_MEMORY, "no memory for the order of %d ids", count);
+    int complete = starts && by_id && order->groups && order->tops && order->ids;
+    if (complete) {
+        memcpy(by_id, prior, count * sizeof *prior);
+        group_ids(order, by_id, count, starts);
+        place_ids(order, prior, by_id, count);
+        find_tops(order, prior, count);
     }
-    for (int id = 0; id < count; id++)
-        items[id] = (ranked){prior[id], id};
-    qsort(items, count, sizeof *items, by_value);
-    take_group(order, items, count);
-    float *by_id = memcpy(items, prior, count * sizeof *prior);
-    place_ids(order, prior, by_id, count);
-    tf_free(items);
-    return TF_OK;
+    tf_free(starts);
+    tf_free(by_id);
+    return complete ? TF_OK : tf_fail(TF_NO_MEMORY, "no memory for the order of %d ids", count);
 }
 
 /* An eighth, a quarter, a half and three quarters of the bits, in whole bytes: measured, see docs/tfree.md. */
@@ -130,6 +142,10 @@ int tf_place(const tf_model *model, int id)
 void tf_take_codes(const tf_model *model, int first, int count, const uint32_t *words)
 {
     int row = (model->c.code_bits + 31) / 32;
+    if (!model->order.ids) {
+        model->backend->form_codes(&model->codes, first, count, words);
+        return;
+    }
     for (int i = 0; i < count; i++)
         model->backend->form_codes(&model->codes, tf_place(model, first + i), 1, words + (size_t)i * row);
 }

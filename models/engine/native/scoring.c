@@ -11,7 +11,7 @@ static int chunk_count(const tf_engine *engine)
     return (engine->model->c.vocabulary + TF_SCORED - 1) / TF_SCORED;
 }
 
-void tf_my_ids(const tf_engine *engine, int thread, int *begin, int *end)
+void tf_my_places(const tf_engine *engine, int thread, int *begin, int *end)
 {
     int vocabulary = engine->model->c.vocabulary;
     tf_split(chunk_count(engine), engine->threads, thread, begin, end);
@@ -39,11 +39,11 @@ static float exact_at(const tf_view *view, int place)
     return model->c.prior ? score + ((const float *)model->parts[TF_PRIOR].memory)[place] : score;
 }
 
-float tf_exact(const tf_view *view, int id, float score)
+float tf_exact(const tf_view *view, int place, float score)
 {
     if (view->error == 0)
         return score;
-    int place = tf_place(view->engine->model, id), at = first_from(view->seen, view->seen_count, place);
+    int at = first_from(view->seen, view->seen_count, place);
     if (at < view->seen_count && view->seen[at] == place)
         return score; /* made exact when the penalty was put on it */
     return exact_at(view, place);
@@ -145,7 +145,7 @@ static void make_views(const tf_scores_job *job, int thread)
     }
 }
 
-/* A chunk's scores are kept, by id, with what the tables rounded off. */
+/* A chunk's scores are kept, with what the tables rounded off. */
 static void keep_scores(const tf_view *view, int begin, int end, const float *scores, float *stored)
 {
     const tf_model *model = view->engine->model;
@@ -155,7 +155,7 @@ static void keep_scores(const tf_view *view, int begin, int end, const float *sc
     for (int at = first_from(view->seen, view->seen_count, begin); at < view->seen_count && view->seen[at] < end; at++)
         rest[view->seen[at] - begin] = 0; /* exact already */
     for (int place = begin; place < end; place++)
-        stored[tf_id(model, place)] = scores[place - begin] + rest[place - begin];
+        stored[place] = scores[place - begin] + rest[place - begin];
 }
 
 static void score_state(const tf_scores_job *job, int state, int thread, int begin, int end)

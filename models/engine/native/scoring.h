@@ -73,7 +73,7 @@ struct tf_scoring {
     size_t seen_held;
     tf_choice *choices; /* memory of the lists, and of the merged ones behind them */
     size_t choices_held;
-    float *stored;      /* [TF_STATES, vocabulary], taken when first needed */
+    float *stored;      /* [TF_STATES, vocabulary], by place; taken when first needed */
     size_t stored_held;
     tf_choice *best[TF_STATES]; /* merged, best first */
     int best_held[TF_STATES];
@@ -94,9 +94,9 @@ int tf_seen_count(const tf_scores_job *job, int state); /* ids that a penalty fa
 
 /* scoring.c */
 void tf_scores_run(void *job, int thread); /* SPMD, by all threads of the engine */
-/* Ids of a thread, cut at chunks of TF_SCORED. */
-void tf_my_ids(const tf_engine *engine, int thread, int *begin, int *end);
-float tf_exact(const tf_view *view, int id, float score); /* the exact score of an id whose approximate or penalised one is `score` */
+/* Places of a thread, cut at chunks of TF_SCORED. */
+void tf_my_places(const tf_engine *engine, int thread, int *begin, int *end);
+float tf_exact(const tf_view *view, int place, float score); /* the exact score, where the approximate or penalised one is `score` */
 float tf_margin(const tf_view *view, float near);
 float tf_fine_margin(const tf_view *view, float near);
 void tf_make_likely_exact(const tf_scores_job *job, int state, int thread, double temperature); /* SPMD; meets at its end */
