@@ -53,6 +53,7 @@ def _function(result, *arguments):
 
 _KV = (c_int, c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p)
 _ATTEND = (c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_int, c_float, c_int, c_int, *[c_void_p] * 4)
+_SCORES = c_void_p, c_int, c_int, c_void_p
 _ELEMENTWISE = _function(None, c_void_p, c_void_p, c_int)
 
 
@@ -76,7 +77,7 @@ class Functions(ctypes.Structure):
         ("refine_code_tables", _function(None, c_void_p, c_int, POINTER(CodeTables), POINTER(CodeTables))),
         ("part_of_tables", _function(None, c_void_p, c_int, POINTER(CodeTables), c_int, c_int, POINTER(CodeTables))),
         ("code_block", c_int),
-        ("score_codes", _function(c_float, POINTER(CodeStreams), c_int, c_int, POINTER(CodeTables), c_void_p, c_int, c_int, c_void_p)),
+        ("score_codes", _function(c_float, POINTER(CodeStreams), c_int, c_int, POINTER(CodeTables), *_SCORES)),
         ("exact_score", _function(c_float, POINTER(CodeStreams), c_int, c_void_p)),
         ("kv_bytes", _function(c_size_t, *[c_int] * 4)),
         ("kv_store", _function(None, *_KV)),

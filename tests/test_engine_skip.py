@@ -146,7 +146,7 @@ STARTS = (0, 64, 128, 256, 384, 504)  # of streams; the last within the last one
 
 @pytest.fixture(scope="module")
 def binary(tmp_path_factory):
-    """An arm whose hidden state does not come from codes, so that a head can be made for it; the file, and the state after token 1."""
+    """An arm whose hidden state does not come from codes, so that a head can be made for it: the file, the state after token 1."""
     path = write_arm(random_arm("llama", "binary/code/fixed/float", vocabulary=SIZE, bits=BITS, layers=1),
                      tmp_path_factory.mktemp("binary") / "arm.tfree")  # fmt: skip
     with Engine(path, threads=1) as engine, engine.session() as session:
