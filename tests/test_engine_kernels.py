@@ -246,7 +246,8 @@ def test_scores_of_a_stream_are_within_their_bound(backend, rng, bits, cuts) -> 
     signs = rng.random((count, bits)) < 0.5
     signs[0], signs[1] = False, True
     codes, start = backend.codes(words_of(signs), bits, cuts), [0, *cuts, bits]
-    hiddens = [rng.standard_normal(bits), rng.standard_cauchy(bits), np.eye(1, bits)[0] * 1e20, *np.outer((-1e-3, 1e-33), np.ones(bits))]
+    same = np.outer((-1e-3, 1e-33), np.ones(bits))
+    hiddens = [rng.standard_normal(bits), rng.standard_cauchy(bits), np.eye(1, bits)[0] * 1e20, *same]
     for hidden in np.float32(hiddens):
         tables, shares = backend.code_tables(hidden), np.where(signs, 1, -1) * hidden.astype(np.float64) / math.sqrt(bits)
         total, errors, sums = np.zeros(count), 0.0, np.zeros(count, np.float32)
