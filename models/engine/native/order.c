@@ -85,7 +85,9 @@ static int order_ids(tf_model *model)
     return complete ? TF_OK : tf_fail(TF_NO_MEMORY, "no memory for the order of %d ids", count);
 }
 
-/* An eighth, a quarter, a half and three quarters of the bits, in whole bytes: measured, see docs/tfree.md. */
+/* At an eighth, a quarter, a half and three quarters of the bits, in whole bytes. With 512 random bits and a head and prior like
+ * trained ones (bench/generation/make.py) choices read 15 % of the codes; cut at a quarter and a half only 20 %, cut at seven bits
+ * 13 %. */
 static void cut_streams(tf_codes *codes)
 {
     static const int eighths[] = {1, 2, 4, 6};

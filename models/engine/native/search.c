@@ -115,17 +115,25 @@ static void add_stream(const tf_model *model, const tf_search *search, int strea
     }
 }
 
+static int any_reaches(const float *scores, int count, float least)
+{
+    int found = 0;
+    for (int i = 0; i < count; i++)
+        found |= !(scores[i] < least);
+    return found;
+}
+
 /* Those of the blocks that have a score of at least `least`. */
 static unsigned still_live(unsigned live, int count, const float *scores, float least)
 {
-    for (int block = 0; block < BLOCKS; block++) {
-        int reaches = 0;
-        for (int i = block * TF_IDS; live >> block & 1 && i < end_of(count, block + 1); i++)
-            reaches |= !(scores[i] < least);
-        if (!reaches)
-            live &= ~(1u << block);
+    unsigned left = 0;
+    for (unsigned rest = live; rest; rest &= rest - 1) {
+        int block = __builtin_ctz(rest), first = block * TF_IDS, end = end_of(count, block + 1);
+        /* The length is written out where it can be, for a loop without a rest. */
+        if (end - first == TF_IDS ? any_reaches(scores + first, TF_IDS, least) : any_reaches(scores + first, end - first, least))
+            left |= 1u << block;
     }
-    return live;
+    return left;
 }
 
 static void take_blocks(const tf_view *view, tf_list *list, unsigned live, int begin, int count, const float *scores)
