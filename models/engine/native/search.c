@@ -29,11 +29,13 @@ static int wants_the_best(const tf_scores_job *job, int state)
 
 /* The bounds. Let P be the computed sum of the prior and the scores of streams 0 .. s, E the computed exact score, `total` the sum of
  * |z_k|, f = 1/sqrt(K), u = 2^-24. In exact arithmetic a part's score is off by its error at most, and the streams behind s add at
- * most f times their share of `total`. Rounding: of the exact sum and of the shares tf_sum_error(K, total) f (codes.h: fewer additions
- * than it allows for); of products with f, and of at most 6 sums of which no operand exceeds |P| + all,
- * 6 u (|P| + all) < 2^-20 all + 4e-7 |P|. So
- *     E <= P + reach[s] + 4e-7 |P|,   reach[s] = f (share behind s) + (errors of 0 .. s) + tf_sum_error(K, total) f + 2^-20 all,
- * and likewise E <= prior + reach + 4e-7 |prior| without any stream. `needed` holds the last term. */
+ * most f times their share of `total`. Rounding:
+ *     of the exact sum of products, and of the shares: tf_sum_error(K, total) f, which allows for more additions than both have;
+ *     of products with f: below 4 u f total;
+ *     of 6 sums, those of P and the one of E with the prior: none exceeds |P| + 3 f total, as a table's entry is off by no more than
+ *     twice the magnitude of its group; 6 u |P| + 18 u f total.
+ * So E <= P + reach[s] + 6 u |P|, reach[s] = f (share behind s) + (errors of 0 .. s) + tf_sum_error(K, total) f + 2^-19 f total; and
+ * without any stream E <= prior + all + 6 u |prior|, all = f total + the same rounding. `needed` takes the last term off. */
 void tf_search_prepare(const tf_scores_job *job, int state, tf_view *view, tf_search *search)
 {
     const tf_model *model = job->engine->model;
@@ -43,7 +45,7 @@ void tf_search_prepare(const tf_scores_job *job, int state, tf_view *view, tf_se
     if (!search->on)
         return;
     float factor = tf_code_factor(codes->bits), total = tf_magnitudes(view->hidden, 0, codes->bits), behind = 0, errors = 0;
-    float rounding = (tf_sum_error(codes->bits, total) + 0x1p-20f * total) * factor;
+    float rounding = (tf_sum_error(codes->bits, total) + 0x1p-19f * total) * factor;
     search->all = total * factor + rounding;
     for (int s = codes->streams - 1; s >= 0; s--) {
         search->reach[s] = behind * factor + rounding;
@@ -58,12 +60,13 @@ void tf_search_prepare(const tf_scores_job *job, int state, tf_view *view, tf_se
     view->error = fmaxf(view->error, search->reach[codes->streams - 1]);
 }
 
-/* What a sum with `reach` above it must come to. Let F be the score found. P < F - reach - 5e-7 (|F| + reach) means E < F: P + 4e-7 |P|
- * grows with P, and where P is that limit, |P| <= 1.000001 (|F| + reach). */
+/* What a sum P with `reach` above it must come to: below F - reach - 7e-7 (|F| + reach), F the score found, E < F. For P + 6 u |P|
+ * grows with P, and at this limit |P| <= 1.000001 (|F| + reach), so that 6 u |P|, and 2 u (|F| + reach) by which the limit itself is
+ * rounded, are less than what was taken off. */
 static float needed(const tf_list *list, float reach)
 {
     float found = atomic_load_explicit(list->reached, memory_order_relaxed);
-    return isfinite(found) ? found - reach - 5e-7f * (fabsf(found) + reach) : -INFINITY;
+    return isfinite(found) ? found - reach - 7e-7f * (fabsf(found) + reach) : -INFINITY;
 }
 
 int tf_search_ends(const tf_view *view, tf_search *search, const tf_list *list, int begin)
