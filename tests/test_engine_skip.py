@@ -9,6 +9,7 @@ import torch
 from engine_support import random_arm, write_arm
 from packed_support import little_checkpoint, write_anew
 
+from kernels.code_loss import sample_scores
 from models.engine.description import Description
 from models.engine.engine import Engine, Sampling
 from models.errors import UserError
@@ -136,6 +137,20 @@ def test_ties_go_to_the_lowest_id_wherever_it_lies(tmp_path) -> None:
             expected, _ = choices(engine, "never", DRAWS)
             assert choices(engine, "always", DRAWS)[0] == expected
             assert all(token < half for token in expected[:: len(DRAWS)])
+
+
+def test_top_p_cuts_among_equal_scores_by_id(tmp_path) -> None:
+    """Three values of the prior and one code: the cut lies among hundreds of equal scores, whose places are not in the order of ids."""
+    size, bits = 1500, 64
+    path = skipping_arm(tmp_path / "equal.tfree", size, bits)
+    put(path, np.float32([-2, -1, -3])[np.random.default_rng(0).integers(0, 3, size)], np.ones((size, bits), bool))
+    with Engine(path, threads=2) as engine, engine.session() as session:
+        engine.read([session], [[5]])
+        scores = torch.tensor(session.scores())
+        assert len(scores.unique()) == 3
+        for seed, top_p in itertools.product(range(4), (0.001, 0.3, 0.62, 0.8, 0.97)):
+            wanted = sample_scores(scores[None], top_p=top_p, seed=seed, positions=torch.tensor([0])).item()
+            assert engine.draw([session], [Sampling(top_p=top_p, seed=seed)]) == [wanted]
 
 
 # Each bound alone
