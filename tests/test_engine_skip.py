@@ -140,7 +140,7 @@ def test_ties_go_to_the_lowest_id_wherever_it_lies(tmp_path) -> None:
 
 
 def test_top_p_cuts_among_equal_scores_by_id(tmp_path) -> None:
-    """Three values of the prior and one code: the cut lies among hundreds of equal scores, whose places are not in the order of ids."""
+    """Three values of the prior and one code: the cut lies among hundreds of equal scores, whose places are not in order of ids."""
     size, bits = 1500, 64
     path = skipping_arm(tmp_path / "equal.tfree", size, bits)
     put(path, np.float32([-2, -1, -3])[np.random.default_rng(0).integers(0, 3, size)], np.ones((size, bits), bool))
