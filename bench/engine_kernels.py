@@ -53,9 +53,9 @@ class Scores:
         self.hidden, self.scores = rng.standard_normal(BITS, np.float32), Buffer(4096, np.float32)
 
     def __call__(self) -> None:
-        tables, form = self.backend.code_tables(self.hidden), self.codes.form.address
+        tables = self.backend.code_tables(self.hidden)
         for begin in range(0, IDS, 4096):
-            self.backend.functions.score_codes(form, IDS, BITS, tables, None, begin, begin + 4096, self.scores.address)
+            self.backend.functions.score_codes(self.codes, 0, 1, tables, None, begin, begin + 4096, self.scores.address)
 
 
 def reading(arrays: list[np.ndarray]):
@@ -123,7 +123,7 @@ def calls_of(backend: Backend, tokens: int, tables: bool) -> dict:
     calls = {
         "read of the body": reading(body.arrays()),
         "body, 1 token": lambda: body(1),
-        "read of the codes": reading([scores.codes.form.array]),
+        "read of the codes": reading([form.array for form in scores.codes.kept]),
         "codes": scores,
         f"body, {tokens} tokens, each": body,
         "elementwise": elementwise(backend, rng),

@@ -6,6 +6,7 @@
 """
 
 import ctypes
+import itertools
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,15 @@ class Input(ctypes.Structure):
     ]  # fmt: skip
 
 
+STREAMS = 5
+
+
+class CodeStreams(ctypes.Structure):
+    """tf_codes: bits [start[s], start[s + 1]) of all codes in form[s]."""
+
+    _fields_ = [("bits", c_int), ("streams", c_int), ("start", c_int * (STREAMS + 1)), ("form", c_void_p * STREAMS)]
+
+
 class CodeTables(ctypes.Structure):
     _fields_ = [("tables", c_void_p), ("unit", c_float), ("start", c_float), ("error", c_float)]
 
@@ -43,6 +53,7 @@ def _function(result, *arguments):
 
 _KV = (c_int, c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p)
 _ATTEND = (c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_int, c_float, c_int, c_int, *[c_void_p] * 4)
+_SCORES = c_void_p, c_int, c_int, c_void_p
 _ELEMENTWISE = _function(None, c_void_p, c_void_p, c_int)
 
 
@@ -59,14 +70,15 @@ class Functions(ctypes.Structure):
         ("multiply", _function(None, POINTER(Matrix), POINTER(Input), c_void_p, c_size_t, c_int, c_int)),
         ("add_row", _function(None, POINTER(Matrix), c_int, c_float, c_void_p)),
         ("codes_bytes", _function(c_size_t, c_int, c_int)),
-        ("form_codes", _function(None, c_void_p, *[c_int] * 4, c_void_p)),
-        ("code_words", _function(None, c_void_p, *[c_int] * 3, c_void_p)),
+        ("form_codes", _function(None, POINTER(CodeStreams), c_int, c_int, c_void_p)),
+        ("code_words", _function(None, POINTER(CodeStreams), c_int, c_void_p)),
         ("code_tables_bytes", _function(c_size_t, c_int)),
         ("make_code_tables", _function(None, c_void_p, c_int, POINTER(CodeTables))),
         ("refine_code_tables", _function(None, c_void_p, c_int, POINTER(CodeTables), POINTER(CodeTables))),
+        ("part_of_tables", _function(None, c_void_p, c_int, POINTER(CodeTables), c_int, c_int, POINTER(CodeTables))),
         ("code_block", c_int),
-        ("score_codes", _function(c_float, c_void_p, c_int, c_int, POINTER(CodeTables), c_void_p, c_int, c_int, c_void_p)),
-        ("exact_score", _function(c_float, c_void_p, *[c_int] * 3, c_void_p)),
+        ("score_codes", _function(c_float, POINTER(CodeStreams), c_int, c_int, POINTER(CodeTables), *_SCORES)),
+        ("exact_score", _function(c_float, POINTER(CodeStreams), c_int, c_void_p)),
         ("kv_bytes", _function(c_size_t, *[c_int] * 4)),
         ("kv_store", _function(None, *_KV)),
         ("attend", _function(None, *_ATTEND)),
@@ -100,13 +112,6 @@ def address(array: np.ndarray | None) -> int | None:
     """Of a contiguous array; None stays NULL."""
     assert array is None or array.flags.c_contiguous
     return None if array is None else array.ctypes.data
-
-
-@dataclass
-class Codes:
-    form: Buffer
-    capacity: int
-    bits: int
 
 
 @dataclass
@@ -178,15 +183,18 @@ class Backend:
         self.functions.multiply(matrix, given, y.address, matrix.rows, begin, matrix.rows if end is None else end)
         return y.check()
 
-    def codes(self, words: np.ndarray, bits: int, capacity: int | None = None, piece: int = 45) -> Codes:
-        """words uint32 [V, ceil(bits/32)]."""
-        capacity = capacity or len(words)
-        form = Buffer(self.functions.codes_bytes(capacity, bits), np.uint8)
+    def codes(self, words: np.ndarray, bits: int, cuts: tuple[int, ...] = (), piece: int = 45) -> CodeStreams:
+        """words uint32 [V, ceil(bits/32)], cut into streams at the bits ``cuts``."""
+        start = [0, *cuts, bits]
+        forms = [Buffer(self.functions.codes_bytes(len(words), b - a), np.uint8) for a, b in itertools.pairwise(start)]
+        codes = CodeStreams(bits, len(forms), (c_int * (STREAMS + 1))(*start), (c_void_p * STREAMS)(*(f.address for f in forms)))
+        codes.kept = forms
         for first in range(0, len(words), piece):
             part = np.ascontiguousarray(words[first : first + piece])
-            self.functions.form_codes(form.address, capacity, bits, first, len(part), address(part))
-        form.check()
-        return Codes(form, capacity, bits)
+            self.functions.form_codes(codes, first, len(part), address(part))
+        for form in forms:
+            form.check()
+        return codes
 
     def code_tables(self, hidden: np.ndarray, coarse: CodeTables | None = None) -> CodeTables:
         """Tables of a hidden state, or of what ``coarse`` rounds off of it."""
@@ -200,15 +208,24 @@ class Backend:
         buffer.check()
         return tables
 
-    def score(self, codes: Codes, tables: CodeTables, begin: int, end: int, prior=None) -> tuple[np.ndarray, float]:
-        """(scores of ids [begin, end), the largest)."""
+    def part_of_tables(self, hidden: np.ndarray, tables: CodeTables, begin: int, end: int) -> CodeTables:
+        """Of ``tables`` what bits [begin, end) need."""
+        part = CodeTables()
+        part.kept = tables
+        self.functions.part_of_tables(address(hidden), hidden.size, tables, begin, end, part)
+        return part
+
+    def score(
+        self, codes: CodeStreams, tables: CodeTables, begin: int, end: int, prior=None, streams: tuple[int, int] | None = None
+    ) -> tuple[np.ndarray, float]:
+        """(scores of places [begin, end), the largest); prior [end - begin]; of ``streams`` (first, behind the last), or all."""
         scores = Buffer(end - begin, np.float32)
-        form = codes.form.address, codes.capacity, codes.bits
-        largest = self.functions.score_codes(*form, tables, address(prior), begin, end, scores.address)
+        first, last = streams or (0, codes.streams)
+        largest = self.functions.score_codes(codes, first, last, tables, address(prior), begin, end, scores.address)
         return scores.check(), largest
 
-    def exact_score(self, codes: Codes, hidden: np.ndarray, token: int) -> float:
-        return self.functions.exact_score(codes.form.address, codes.capacity, codes.bits, token, address(hidden))
+    def exact_score(self, codes: CodeStreams, hidden: np.ndarray, place: int) -> float:
+        return self.functions.exact_score(codes, place, address(hidden))
 
     def keys_values(self, kind: int, keys: np.ndarray, values: np.ndarray) -> KeysValues:
         """keys, values [slots, heads, width]"""

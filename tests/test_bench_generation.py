@@ -3,12 +3,13 @@
 import shutil
 import sys
 
+import numpy as np
 import pytest
 
 from bench.generation.__main__ import main
 from bench.generation.floor import read_seconds
-from bench.generation.make import made_up_tokenizer
-from bench.generation.providers import LlamaCpp, Ours, Points, Sample, bytes_per_token, run
+from bench.generation.make import made_up_counts, made_up_tokenizer
+from bench.generation.providers import LlamaCpp, Ours, Points, Sample, bytes_per_token, prior_kind, run
 from bench.generation.rows import latest_rows, make_rows, take_turns
 from models.engine.build import NoCompiler, find_compiler
 from models.errors import UsageError, UserError
@@ -41,9 +42,9 @@ def test_a_made_up_model_is_a_whole_one(model):
     body = packed.description.body
     heads = 2 * body.heads + 2 * body.key_heads
     weights = body.layers * body.width * (heads * body.head_width + 3 * body.ffn)
-    assert abs(bytes_per_token(model) - weights / 4 - V * 96 / 8 - 4 * (V + 96 * body.width)) < 5e4  # norms and scales
+    assert abs(bytes_per_token(model) - weights / 4 - 4 * (V + 96 * body.width)) < 5e4  # norms and scales
     with PackedFile(model) as file:
-        left_out = sum(t.nbytes for name, t in file.tensors.items() if name.startswith(("interface.", "tokenizer.")))
+        left_out = sum(t.nbytes for name, t in file.tensors.items() if name.startswith(("interface.", "codes.", "tokenizer.")))
         assert bytes_per_token(model) == sum(t.nbytes for t in file.tensors.values()) - left_out
     assert [path.name for path in model.parent.iterdir()] == ["tiny.tfree"]
 
@@ -101,6 +102,8 @@ def test_a_run_from_the_command_line(model, llama_bench, tmp_path, capsys):
     assert rows["eager tiny", "memory", 0]["median"] > 150e6  # PyTorch
     assert rows["engine tiny", "memory", 0]["median"] < 60e6  # no PyTorch
     assert 0 < rows["engine tiny", "decode", 0]["floor_share"] < 1
+    assert rows["engine tiny", "decode", 0]["prior"] == "uneven" and "prior" not in theirs and "code_bytes" not in ours
+    assert all(0 < rows["engine tiny", measure, 0]["code_bytes"] <= (V + 31) // 32 * 32 * 96 / 8 for measure in ("decode", "floor"))
     assert (tmp_path / "out" / "generation.png").stat().st_size > 5000
 
 
@@ -113,7 +116,7 @@ def test_ratios_and_shares_are_those_of_the_rounds(tmp_path):
         def memory(self, depth, tokens, threads):
             return Sample("memory", depth, tokens, 1e6, 0.0)
 
-    (tmp_path / "a").touch(), (tmp_path / "b").touch()
+    (tmp_path / "a").touch(), (tmp_path / "b").touch()  # not packed files: nothing is said of their prior
     turns = [(Scripted("engine", tmp_path / name), 1) for name in "ab"]
     script = {"engine a": [(10.0, 0.02), (40.0, 0.01), (60.0, 0.01)], "engine b": [(5.0, 0), (10.0, 0), (30.0, 0)]}
     found = take_turns(turns, Points((0,), 8, 0), 3, lambda line: None)
@@ -169,3 +172,13 @@ def test_instructions_of_a_process_are_counted(tmp_path):
     loop = Loop("", tmp_path, tmp_path)
     assert instructions(loop.decode_command(1)) == instructions(loop.decode_command(1)) > 10_000
     assert instructions_per_token(loop, 2, 10) == pytest.approx(instructions_per_token(loop, 4, 20), rel=0.02)
+
+
+def test_how_often_made_up_tokens_come(model, tmp_path):
+    """The figures that the curve was fitted to; and a flat prior, with which the engine reads all codes."""
+    counts = np.sort(made_up_counts(262_144))[::-1]
+    assert counts.sum() == pytest.approx(2.05e9, rel=0.05) and counts[:161].sum() / counts.sum() == pytest.approx(0.52, abs=0.02)
+    assert (counts >= 10).sum() == pytest.approx(147_187, rel=0.01) and (counts == 0).sum() == pytest.approx(52_782, rel=0.01)
+    flat, shape = tmp_path / "flat.tfree", ["--preset", "gemma3-tiny", "--arm", "sign-bitnet", "--vocab-size", str(V)]
+    assert main(["make", str(flat), *shape, "--prior", "flat"]) == 0
+    assert (prior_kind(flat), prior_kind(model)) == ("flat", "uneven")

@@ -1,5 +1,6 @@
 """The CPU engine's inner loops, each backend against numpy in fp64 or exact integers."""
 
+import itertools
 import math
 import os
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from emulated_arm import EmulatedBackend, emulated, missing
 
-from bench.native import FLOAT16, FLOAT32, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend
+from bench.native import FLOAT16, FLOAT32, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend, address
 from models.engine.build import ensure_library
 
 NAMES = ("portable", "avx2", "neon", "neon-dotprod")
@@ -177,7 +178,7 @@ def test_scores_are_within_their_bound(backend, rng, bits) -> None:
     count = 100
     signs = rng.random((count, bits)) < 0.5
     signs[0], signs[1] = False, True  # all entries the largest of their tables, for a hidden state of one value
-    codes = backend.codes(words_of(signs), bits, capacity=130)
+    codes = backend.codes(words_of(signs), bits)
     prior = rng.standard_normal(count, np.float32)
     for hidden in (rng.standard_normal(bits), rng.standard_cauchy(bits), np.full(bits, -1e-3), np.eye(1, bits)[0] * 1e20):
         hidden = hidden.astype(np.float32)
@@ -194,7 +195,7 @@ def test_scores_are_within_their_bound(backend, rng, bits) -> None:
         assert np.abs(rescored - exact).max() <= 1e-6 * np.abs(hidden, dtype=np.float64).sum()
 
         begin = backend.functions.code_block
-        part, largest = backend.score(codes, tables, begin, count - 1, prior)
+        part, largest = backend.score(codes, tables, begin, count - 1, prior[begin:-1])
         assert np.array_equal(part, scores[begin:-1] + prior[begin:-1]) and largest == part.max()
 
 
@@ -217,8 +218,47 @@ def test_code_words_come_back(backend, rng) -> None:
         words = words_of(rng.random((77, bits)) < 0.5)
         codes, row = backend.codes(words, bits), np.empty_like(words[0])
         for token in range(77):
-            backend.functions.code_words(codes.form.address, codes.capacity, bits, token, row.ctypes.data)
+            backend.functions.code_words(codes, token, row.ctypes.data)
             assert np.array_equal(row, words[token])
+
+
+CUTS = [(40, (8, 32)), (512, (64, 128, 256, 384)), (333, (40, 80, 160, 248)), (2100, (8, 1040)), (9, (8,))]
+
+
+@pytest.mark.parametrize(("bits", "cuts"), CUTS, ids=str)
+def test_streams_change_no_bit(backend, rng, bits, cuts) -> None:
+    """Scores of all streams, exact scores and the words are those of codes in one piece."""
+    count, hidden = 77, rng.standard_normal(bits, np.float32)
+    words = words_of(rng.random((count, bits)) < 0.5)
+    whole, streams, tables = backend.codes(words, bits), backend.codes(words, bits, cuts), backend.code_tables(hidden)
+    prior, row = rng.standard_normal(count, np.float32), np.empty_like(words[0])
+    assert np.array_equal(backend.score(whole, tables, 0, count, prior)[0], backend.score(streams, tables, 0, count, prior)[0])
+    for place in range(count):
+        backend.functions.code_words(streams, place, row.ctypes.data)
+        assert np.array_equal(row, words[place])
+        assert backend.exact_score(streams, hidden, place) == backend.exact_score(whole, hidden, place)
+
+
+@pytest.mark.parametrize(("bits", "cuts"), CUTS, ids=str)
+def test_scores_of_a_stream_are_within_their_bound(backend, rng, bits, cuts) -> None:
+    """Each stream's scores against its bits' share of the exact score; added up in place they make the whole."""
+    count = 90
+    signs = rng.random((count, bits)) < 0.5
+    signs[0], signs[1] = False, True
+    codes, start = backend.codes(words_of(signs), bits, cuts), [0, *cuts, bits]
+    same = np.outer((-1e-3, 1e-33), np.ones(bits))
+    hiddens = [rng.standard_normal(bits), rng.standard_cauchy(bits), np.eye(1, bits)[0] * 1e20, *same]
+    for hidden in np.float32(hiddens):
+        tables, shares = backend.code_tables(hidden), np.where(signs, 1, -1) * hidden.astype(np.float64) / math.sqrt(bits)
+        total, errors, sums = np.zeros(count), 0.0, np.zeros(count, np.float32)
+        for stream, (first, last) in enumerate(itertools.pairwise(start)):
+            part, exact = backend.part_of_tables(hidden, tables, first, last), shares[:, first:last].sum(1)
+            scores, largest = backend.score(codes, part, 0, count, streams=(stream, stream + 1))
+            assert np.abs(scores - exact).max() <= part.error and largest == scores.max()
+            backend.functions.score_codes(codes, stream, stream + 1, part, address(sums), 0, count, address(sums))
+            total, errors = total + scores, errors + part.error
+        assert tables.error * 0.999 <= errors <= tables.error * 1.01 + 1e-6 * np.abs(hidden).sum()
+        assert np.abs(sums - total).max() <= 1e-6 * np.abs(shares).sum()
 
 
 def test_scores_of_hidden_states_that_are_not_finite(backend, rng) -> None:

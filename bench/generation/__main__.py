@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     make.add_argument("--arm", default="C", help="one of the preset's, or interface/head/prior/linear (%(default)s)")
     make.add_argument("--vocab-size", type=positive, help="tokens (the preset's)")
     make.add_argument("--code-bits", type=positive, help="width of the sign codes (the preset's)")
+    make.add_argument("--prior", default="zipf", choices=("zipf", "flat"), help="how often tokens came (%(default)s)")
     measure = commands.add_parser("measure", help="time and memory of all providers in turn")
     add_providers(measure)
     measure.add_argument("--rounds", type=positive, default=5, help="turns of each provider (%(default)s)")
@@ -89,7 +90,7 @@ def require_file(path: Path) -> Path:
 def run_make(arguments: argparse.Namespace) -> None:
     from bench.generation.make import make
 
-    make(arguments.out, arguments.preset, arguments.arm, arguments.vocab_size, arguments.code_bits)
+    make(arguments.out, arguments.preset, arguments.arm, arguments.vocab_size, arguments.code_bits, arguments.prior)
     print(f"{arguments.out}: {arguments.out.stat().st_size:,} bytes, random weights")
 
 

@@ -1,7 +1,8 @@
 """The process that is measured: reads one JSON request from its argument, prints one line of JSON.
 
 Request: ``engine`` ("engine" or "eager"), ``file`` (a .tfree file), ``threads``, ``decode`` ([[depth, tokens], ...]), ``prefill``
-(tokens, or 0), ``floor_bytes`` (0: none). Answer: {"decode": [tokens/s], "prefill": tokens/s or null, "floor": [seconds]}.
+(tokens, or 0), ``floor_bytes`` (besides codes; 0: no floor). Answer: {"decode": [tokens/s], "code_bytes": [bytes of codes a token],
+"prefill": tokens/s or null, "floor": [seconds]}; code_bytes are null where they are not known.
 Nothing but the engine is imported here: what this process holds is what a user's would.
 """
 
@@ -9,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 WARM_TOKENS = 4
@@ -19,6 +20,7 @@ class Generator(Protocol):
     """What is measured of a model."""
 
     vocab_size: int
+    code_bytes: int | None  # that the reads since `start` took from memory, if known
 
     def start(self, tokens: int) -> None:
         """Forget everything read; at most so many tokens come now."""
@@ -48,18 +50,21 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     ids = random.Random(0).choices(range(model.vocab_size), k=1 + max([request["prefill"], *(d for d, _ in request["decode"])]))
     decode_rate(model, ids[:1], WARM_TOKENS)
     decode = [decode_rate(model, ids[: max(1, depth)], tokens) for depth, tokens in request["decode"]]
+    rates, code_bytes = zip(*decode, strict=True)
     prefill = prefill_rate(model, ids[: request["prefill"]]) if request["prefill"] else None
-    return {"decode": decode, "prefill": prefill, "floor": floor(request["floor_bytes"], request["threads"])}
+    seconds = floor(request["floor_bytes"], code_bytes, request["threads"])
+    return {"decode": rates, "code_bytes": code_bytes, "prefill": prefill, "floor": seconds}
 
 
-def decode_rate(model: Generator, ids: list[int], tokens: int) -> float:
-    """Tokens/s of ``tokens`` tokens, each the best one after those before it, behind ``ids``."""
+def decode_rate(model: Generator, ids: list[int], tokens: int) -> tuple[float, float | None]:
+    """Tokens/s of ``tokens`` tokens, each the best one after those before it, behind ``ids``; and bytes of codes for each."""
     model.start(len(ids) + tokens)
     token = model.read(ids)
-    start = time.perf_counter()
+    before, start = model.code_bytes, time.perf_counter()
     for _ in range(tokens):
         token = model.read([token])
-    return tokens / (time.perf_counter() - start)
+    rate = tokens / (time.perf_counter() - start)
+    return rate, None if before is None else (model.code_bytes - before) / tokens
 
 
 def prefill_rate(model: Generator, ids: list[int]) -> float:
@@ -72,13 +77,13 @@ def prefill_rate(model: Generator, ids: list[int]) -> float:
     return len(ids) / seconds
 
 
-def floor(count: int, threads: int) -> list[float]:
-    """Seconds of reading ``count`` bytes, several times."""
+def floor(count: int, code_bytes: Sequence[float | None], threads: int) -> list[float]:
+    """Seconds of reading ``count`` bytes and the mean of ``code_bytes``, several times."""
     if not count:
         return []
     from bench.generation.floor import read_seconds
 
-    return read_seconds(count, threads)
+    return read_seconds(count + round(sum(code_bytes) / len(code_bytes)), threads)
 
 
 if __name__ == "__main__":

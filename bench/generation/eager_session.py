@@ -11,6 +11,8 @@ from models.packed.load import PackedModel
 class EagerSession:
     """See ``child.Generator``."""
 
+    code_bytes = None
+
     def __init__(self, file: str, threads: int) -> None:
         torch.set_num_threads(threads)
         self.model = PackedModel.open(Path(file)).load_model()

@@ -12,11 +12,15 @@ class EngineSession:
         self.engine = Engine(file, threads=threads)
         self.vocab_size = self.engine.vocab_size
         self.session = None
+        self.code_bytes = 0
 
     def start(self, tokens: int) -> None:
         if self.session is not None:
             self.session.close()
         self.session = self.engine.session()
+        self.code_bytes = 0
 
     def read(self, ids: list[int]) -> int:
-        return self.engine.read([self.session], [ids], GREEDY)[0]
+        token = self.engine.read([self.session], [ids], GREEDY)[0]
+        self.code_bytes += self.engine.code_bytes
+        return token

@@ -36,6 +36,7 @@ class Sample:
     tokens: int  # decoded or read
     value: float
     foreign: float | None  # share of the CPU time that others had
+    code_bytes: float | None = None  # of codes, that a decoded token took from memory; of a floor: that it counts
 
 
 class Provider(ABC):
@@ -74,12 +75,13 @@ class Ours(Provider):
         floor_bytes = bytes_per_token(self.file) if self.engine == "engine" else 0
         answer, cost = run(self._command([(d, tokens) for d in points.depths], threads, points.prefill, floor_bytes))
         found = json.loads(answer)
-        rates = zip(points.depths, found["decode"], strict=True)
-        samples = [Sample("decode", depth, tokens, rate, cost["foreign"]) for depth, rate in rates]
+        rates = zip(points.depths, found["decode"], found["code_bytes"], strict=True)
+        samples = [Sample("decode", depth, tokens, rate, cost["foreign"], code_bytes) for depth, rate, code_bytes in rates]
         if points.prefill:
             samples.append(Sample("prefill", 0, points.prefill, found["prefill"], cost["foreign"]))
         if found["floor"]:
-            samples.append(Sample("floor", 0, 1, statistics.median(found["floor"]), cost["foreign"]))
+            seconds, code_bytes = statistics.median(found["floor"]), statistics.mean(found["code_bytes"])
+            samples.append(Sample("floor", 0, 1, seconds, cost["foreign"], code_bytes))
         return samples
 
     def memory(self, depth: int, tokens: int, threads: int) -> Sample:
@@ -151,12 +153,21 @@ def last_words(text: str) -> str:
 
 
 def bytes_per_token(path: Path) -> int:
-    """Bytes of a packed file that each token needs: body, head and codes whole, a tied table too; of what only the input reads a
-    token needs a row, which is left out."""
+    """Bytes of a packed file that each token needs, besides codes, of which the engine says how many it read: body and head whole,
+    a tied table too; of what only the input reads a token needs a row, which is left out."""
     with PackedFile(path) as file:
         tied = file.model["arm"]["head"] == "tied"
-        parts = ("body.", "head.", "codes.", *(["interface."] if tied else []))
+        parts = ("body.", "head.", *(["interface."] if tied else []))
         return sum(t.nbytes for name, t in file.tensors.items() if name.startswith(parts) and name != "body.position")
+
+
+def prior_kind(path: Path) -> str:
+    """Of a file's prior: none, flat (the same for all tokens: no code can be passed over) or uneven."""
+    with PackedFile(path) as file:
+        if "head.prior.values" not in file.tensors:
+            return "none"
+        data, size = file.read("head.prior.values"), file.tensors["head.prior.values"].row_bytes
+        return "flat" if data == data[:size] * (len(data) // size) else "uneven"
 
 
 def require_context(path: Path, points: Points) -> None:

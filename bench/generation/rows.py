@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.generation.providers import Points, Provider, Sample
+from bench.generation.providers import Points, Provider, Sample, prior_kind
 
 UNITS = {"decode": "tokens/s", "prefill": "tokens/s", "memory": "bytes", "floor": "seconds"}
 QUIET = 0.05  # of the machine's CPU time in others' hands
@@ -43,11 +43,16 @@ def brief(samples: Sequence[Sample]) -> str:
 def make_rows(found: dict[Key, list[Sample]], turns: Sequence[Turn], base: str | None) -> list[dict[str, Any]]:
     """A row for each provider, thread count and measure; ``base``: the provider that ratios are to."""
     files = {provider.name: provider.file for provider, _ in turns}
+    priors = {name: prior_kind(path) for name, path in files.items() if path.suffix == ".tfree"}
     rows = []
     for (name, threads, measure, depth), samples in found.items():
         values = [sample.value for sample in samples]
         row: dict[str, Any] = {"provider": name, "model_file": files[name].name, "file_bytes": files[name].stat().st_size}
         row |= {"threads": threads, "measure": measure, "unit": UNITS[measure], "depth": depth, "tokens": samples[0].tokens}
+        if files[name].suffix == ".tfree":
+            row["prior"] = priors[name]
+        if samples[0].code_bytes is not None:
+            row["code_bytes"] = statistics.median(sample.code_bytes for sample in samples)
         row |= {"median": statistics.median(values), **spread(values), "values": values, "foreign": [s.foreign for s in samples]}
         theirs = found.get((base, threads, measure, depth)) if base else None
         if theirs and name != base and UNITS[measure] != "seconds":
@@ -97,6 +102,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ("20 to 80 %", lambda r: f"{shown(r, r['p20'])} to {shown(r, r['p80'])}"),
         ("ratio", lambda r: f"{r['ratio']:.2f}" if "ratio" in r else ""),
         ("of the floor", lambda r: f"{r['floor_share']:.0%}" if "floor_share" in r else ""),
+        ("prior", lambda r: r.get("prior", "")),
+        ("codes read", lambda r: f"{r['code_bytes'] / 1e6:.1f} MB" if "code_bytes" in r else ""),
         ("quiet rounds", lambda r: f"{sum(f is not None and f <= QUIET for f in r['foreign'])} of {len(r['foreign'])}"),
     )
     order = list(UNITS)

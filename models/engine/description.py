@@ -124,12 +124,12 @@ class Description:
         if interface == "kron":
             yield "interface.token_bytes", "token_bytes"
             yield "interface.lengths", "lengths"
-        if interface == "sign" or head == "code":
-            yield "codes.words", "codes"
         if head != "tied":
             yield "head.weight", {"table": "output", "code": "code_map"}[head]
         if config.prior:
             yield "head.prior.values", "prior"
+        if interface == "sign" or head == "code":  # after the prior, which orders them
+            yield "codes.words", "codes"
 
     def _check_numbers(self, model: dict[str, Any]) -> None:
         body = self.body

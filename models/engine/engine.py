@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 
 from models.engine.description import Description
-from models.engine.library import CACHES, Draw, check, ints, load
+from models.engine.library import CACHES, SKIPS, Draw, check, ints, load
 from models.engine.loading import load_model
 from models.errors import UsageError
 from models.generation.loop import Piece, Timing, generate
@@ -198,6 +198,18 @@ class Engine:
         """Text to ids and back; the `tokenizers` library is imported when text is first encoded."""
         with PackedFile(self.path) as file:
             return PackedCodec(file)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of sign codes that the last choice of tokens (of its last 8 sessions at most) took from memory."""
+        with self._lock:
+            return self._library.tf_engine_code_bytes(self._held())
+
+    def skip_codes(self, when: str) -> None:
+        """Whether greedy and top-k choices pass over codes that cannot win: auto, never or always. For tests and measurements: the
+        choices are the same. Raises KeyError for another word."""
+        with self._lock:
+            self._library.tf_engine_skip(self._held(), SKIPS[when])
 
     def session(self) -> Session:
         """A session that has read nothing yet. Its memory grows with what it reads, 64 tokens at a time. Raises MemoryError."""

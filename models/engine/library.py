@@ -14,6 +14,7 @@ from models.errors import UserError
 INVALID, NO_MEMORY, FULL = -1, -2, -3
 KINDS = {"ternary": 0, "int8": 1, "float16": 2, "float32": 3, "uint8": 16, "uint32": 17, "int64": 18}
 CACHES = {"float16": 0, "int8": 1}
+SKIPS = {"auto": 0, "never": 1, "always": 2}
 _building = threading.Lock()
 
 
@@ -39,6 +40,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tf_model_free": (None, (_POINTER,)),
     "tf_engine_create": (_INT, (_POINTER, _INT, _INT, _OUT)),
     "tf_engine_free": (None, (_POINTER,)),
+    "tf_engine_skip": (None, (_POINTER, _INT)),
+    "tf_engine_code_bytes": (ctypes.c_int64, (_POINTER,)),
     "tf_session_create": (_INT, (_POINTER, _OUT)),
     "tf_session_copy": (_INT, (_POINTER, _OUT)),
     "tf_session_rewind": (_INT, (_POINTER, _INT)),

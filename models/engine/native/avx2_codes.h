@@ -1,5 +1,5 @@
-/* Scores of sign codes, 32 ids at a time: a shuffle looks 32 of them up in one group's table. Sums are exact, in 16 bits: of even
- * bytes (ids 0-15 of a block) and odd ones (ids 16-31). */
+/* Scores of sign codes, 32 places at a time: a shuffle looks 32 of them up in one group's table. Sums are exact, in 16 bits: of even
+ * bytes (places 0-15 of a block) and odd ones (places 16-31). */
 #ifndef TF_AVX2_CODES_H
 #define TF_AVX2_CODES_H
 
@@ -13,16 +13,15 @@ enum {
     CODES_FLUSH = 128   /* bytes of a code, 256 groups, whose entries' sum fits 16 bits: 256 * 255 < 2^16 */
 };
 
-/* Sums of table entries of a block's ids: 0-7, 8-15, 16-23, 24-31. */
-static inline void block_sums(const uint8_t *codes, size_t bytes, const __m128i *tables, __m256i sums[4]) {
+/* Adds table entries of a stream's block to the sums of its places: 0-7, 8-15, 16-23, 24-31. */
+static inline void add_entries(const uint8_t *codes, size_t bytes, size_t ahead, const __m128i *tables, __m256i sums[4]) {
     const __m256i mask = _mm256_set1_epi8(15);
-    for (int i = 0; i < 4; i++) sums[i] = _mm256_setzero_si256();
     while (bytes) {
         size_t n = bytes < CODES_FLUSH ? bytes : CODES_FLUSH;
         __m256i both = _mm256_setzero_si256(), odd = both; /* both: even + 256 odd, modulo 2^16 */
         bytes -= n;
         for (; n; n--, codes += TF_IDS, tables += 2) {
-            _mm_prefetch((const char *)codes + CODES_AHEAD, _MM_HINT_NTA);
+            _mm_prefetch((const char *)codes + ahead, _MM_HINT_NTA);
             __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)codes);
             __m256i low = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(tables[0]), _mm256_and_si256(v, mask));
             __m256i high = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(tables[1]), _mm256_and_si256(_mm256_srli_epi16(v, 4), mask));
@@ -38,11 +37,16 @@ static inline void block_sums(const uint8_t *codes, size_t bytes, const __m128i 
 }
 
 /* Scores of a whole block; `largest` is carried on. */
-static inline __m256 score_block(const uint8_t *codes, size_t bytes, const tf_code_tables *tables, const float *prior, __m256 largest,
-                                 float *scores) {
+static inline __m256 score_block(const tf_codes *codes, int first, int last, int place, const tf_code_tables *tables, const float *prior,
+                                 __m256 largest, float *scores) {
     const __m256 unit = _mm256_set1_ps(tables->unit), start = _mm256_set1_ps(tables->start);
-    __m256i sums[4];
-    block_sums(codes, bytes, tables->tables, sums);
+    const __m128i *entries = tables->tables;
+    __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (int s = first; s < last; s++) {
+        size_t bytes = tf_code_bytes(tf_stream_bits(codes, s));
+        add_entries(tf_code(codes, s, place), bytes, first ? 0 : CODES_AHEAD, entries, sums);
+        entries += 2 * bytes;
+    }
     for (int i = 0; i < 4; i++) {
         __m256 score = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[i]), unit, start);
         if (prior) score = _mm256_add_ps(score, _mm256_loadu_ps(prior + 8 * i));
@@ -52,22 +56,19 @@ static inline __m256 score_block(const uint8_t *codes, size_t bytes, const tf_co
     return largest;
 }
 
-static float score_codes(const void *form, int capacity, int bits, const tf_code_tables *tables, const float *prior, int begin, int end,
+static float score_codes(const tf_codes *codes, int first, int last, const tf_code_tables *tables, const float *prior, int begin, int end,
                          float *scores) {
-    (void)capacity;
-    const uint8_t *codes = tf_code(form, bits, begin);
-    size_t bytes = tf_code_bytes(bits);
     float lane[8], block[TF_IDS], largest = -INFINITY;
     __m256 largests = _mm256_set1_ps(-INFINITY);
-    int id = begin;
-    for (; id + TF_IDS <= end; id += TF_IDS, codes += TF_IDS * bytes)
-        largests = score_block(codes, bytes, tables, prior ? prior + id : NULL, largests, scores + (id - begin));
+    int count = end - begin, i = 0;
+    for (; i + TF_IDS <= count; i += TF_IDS)
+        largests = score_block(codes, first, last, begin + i, tables, prior ? prior + i : NULL, largests, scores + i);
     _mm256_storeu_ps(lane, largests);
-    for (int i = 0; i < 8; i++) largest = lane[i] > largest ? lane[i] : largest;
-    if (id < end) score_block(codes, bytes, tables, NULL, largests, block);
-    for (int i = 0; id + i < end; i++) {
-        float score = prior ? block[i] + prior[id + i] : block[i];
-        scores[id + i - begin] = score;
+    for (int j = 0; j < 8; j++) largest = lane[j] > largest ? lane[j] : largest;
+    if (i < count) score_block(codes, first, last, begin + i, tables, NULL, largests, block);
+    for (int j = 0; i + j < count; j++) {
+        float score = prior ? block[j] + prior[i + j] : block[j];
+        scores[i + j] = score;
         largest = score > largest ? score : largest;
     }
     return largest;

@@ -53,7 +53,7 @@ enum {
     TF_CODE_MAP,                /* [code_bits, width] */
     TF_KRON,                    /* [256 * byte_positions, width] */
     TF_FINAL_NORM, TF_FINAL_NORM_BIAS,
-    TF_CODES,       /* words [V, ceil(code_bits/32)] */
+    TF_CODES,       /* words [V, ceil(code_bits/32)]; after the prior, if a head of codes has one */
     TF_PRIOR,       /* [V, 1], float32 or float16 */
     TF_TOKEN_BYTES, /* bytes [V, byte_positions] */
     TF_LENGTHS,     /* bytes [V, 1] */
@@ -118,6 +118,12 @@ TF_EXPORT int tf_draw_again(tf_engine *engine, int sessions, tf_session *const *
  * the others are off by some 2^-8 of the rounding to 8 bits, with any sign, which moves the result by about 1e-6. */
 TF_EXPORT int tf_score(tf_engine *engine, tf_session *session, int count, const int32_t *tokens, const int32_t *targets, float *logprobs,
              uint8_t *greedy);
+/* Whether greedy and top-k choices pass over codes that cannot win; what is chosen is the same. TF_SKIP_AUTO, what an engine begins
+ * with, reads a few hundred codes as a whole where passing over did not pay just before. The other two are for tests. */
+enum { TF_SKIP_AUTO, TF_SKIP_NEVER, TF_SKIP_ALWAYS };
+TF_EXPORT void tf_engine_skip(tf_engine *engine, int skip);
+/* Bytes of codes that the last scores (of at most 8 tokens) took from memory; 0 without a head of codes. */
+TF_EXPORT int64_t tf_engine_code_bytes(const tf_engine *engine);
 /* Scores [V] of what the session read last, exact; for tests. */
 TF_EXPORT int tf_scores(tf_engine *engine, tf_session *session, float *scores);
 

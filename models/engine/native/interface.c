@@ -36,7 +36,7 @@ static void sign_input(const tf_model *model, int id, float *signs)
 {
     int bits = model->c.code_bits;
     uint32_t words[(1 << 16) / 32];
-    model->backend->code_words(model->parts[TF_CODES].memory, model->c.vocabulary, bits, id, words);
+    model->backend->code_words(&model->codes, tf_place(model, id), words);
     for (int k = 0; k < bits; k++)
         signs[k] = words[k / 32] >> k % 32 & 1 ? 1.0f : -1.0f;
 }

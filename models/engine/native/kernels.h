@@ -34,6 +34,16 @@ typedef struct {
     const int32_t *sum; /* [tokens]: sum of q */
 } tf_input;
 
+enum { TF_STREAMS = 5 };
+
+/* Sign codes as they lie in memory. Bits [from[s], from[s + 1]) of all codes are stream s, so that the first bits of many codes can be
+ * read without the rest. A code is at a place; which id has it is the engine's affair. */
+typedef struct {
+    int bits, streams;
+    int from[TF_STREAMS + 1]; /* 0 first and `bits` last, those between multiples of 8 */
+    void *form[TF_STREAMS];   /* codes_bytes(places, bits of the stream) */
+} tf_codes;
+
 /* Look-up tables for one hidden state [bits] at the code width, whose score with a code is <hidden, code>/sqrt(bits). */
 typedef struct {
     void *tables;      /* code_tables_bytes(bits) */
@@ -66,19 +76,23 @@ typedef struct tf_backend {
     /* Sign codes: file rows of ceil(bits/32) uint32 words, bit k of the code in bit k % 32 of word k / 32, set = +1;
      * the last word's spare bits are 0. */
     size_t (*codes_bytes)(int count, int bits);
-    void (*form_codes)(void *form, int capacity, int bits, int first, int count, const uint32_t *words);
-    void (*code_words)(const void *form, int capacity, int bits, int id, uint32_t *words); /* back again, for the interface */
+    void (*form_codes)(const tf_codes *codes, int first, int count, const uint32_t *words); /* at places from `first` on */
+    void (*code_words)(const tf_codes *codes, int place, uint32_t *words);                 /* back again, for the interface */
     size_t (*code_tables_bytes)(int bits);
     void (*make_code_tables)(const float *hidden, int bits, tf_code_tables *tables);
     /* Tables of what `coarse` (of the same hidden state) rounds off: the sum of both scores is within fine->error of the exact one. */
     void (*refine_code_tables)(const float *hidden, int bits, const tf_code_tables *coarse, tf_code_tables *fine);
-    int code_block; /* ranges of ids begin at multiples of it */
-    /* scores[id - begin] = approximate score + prior[id] (prior may be NULL) for ids [begin, end); returns the largest (NaN
-     * is passed over; -infinity when there is nothing else). */
-    float (*score_codes)(const void *form, int capacity, int bits, const tf_code_tables *tables, const float *prior, int begin, int end,
+    /* That part of `whole` (made of the same hidden state, which is finite) that bits [from, to) need; its scores and error are of
+     * these bits' share of <hidden, code>/sqrt(bits). from and to as in tf_codes. */
+    void (*part_of_tables)(const float *hidden, int bits, const tf_code_tables *whole, int from, int to, tf_code_tables *part);
+    int code_block; /* ranges of places begin at multiples of it; codes_bytes(code_block, bits) bytes of a stream belong together */
+    /* scores[i] = approximate score of streams [first, last) + prior[i] (prior may be NULL, or `scores`) at places begin + i < end;
+     * returns the largest (NaN is passed over; -infinity when there is nothing else). `tables` begin at the first stream. From stream
+     * 0 on memory is read ahead, beyond `end` too. */
+    float (*score_codes)(const tf_codes *codes, int first, int last, const tf_code_tables *tables, const float *prior, int begin, int end,
                          float *scores);
     /* The score without prior, from the float hidden state itself, summed in fp32 in an order that depends on bits only. */
-    float (*exact_score)(const void *form, int capacity, int bits, int id, const float *hidden);
+    float (*exact_score)(const tf_codes *codes, int place, const float *hidden);
 
     /* Attention of `queries` (query head h of the group, and its result, at h * width) to the slots [from, used), at least one: `out`
      * gets the mean of their values by softmax of scale * <q, k>; peak[h] the largest scale * <q, k> and total[h] the sum of

@@ -31,6 +31,7 @@ const tf_backend *tf_avx2_backend(void) {
         .code_tables_bytes = lut8_bytes,
         .make_code_tables = lut8_tables,
         .refine_code_tables = lut8_refine,
+        .part_of_tables = lut8_part,
         .code_block = TF_IDS,
         .score_codes = score_codes,
         .exact_score = tf_exact_score,

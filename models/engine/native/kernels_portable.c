@@ -57,23 +57,33 @@ static void refine_code_tables(const float *hidden, int bits, const tf_code_tabl
     fine->unit = 0.0f, fine->start = 0.0f, fine->error = coarse->error;
 }
 
-static void score_block(const uint8_t *codes, size_t bytes, const tf_code_tables *tables, float scores[TF_IDS]) {
+static void part_of_tables(const float *hidden, int bits, const tf_code_tables *whole, int from, int to, tf_code_tables *part) {
+    part->tables = (char *)whole->tables + code_tables_bytes(from);
+    part->unit = whole->unit;
+    part->start = 0.0f;
+    part->error = tf_sum_error(bits, tf_magnitudes(hidden, from, to)) * whole->unit;
+}
+
+static void score_block(const tf_codes *codes, int first, int last, int place, const tf_code_tables *tables, float scores[TF_IDS]) {
     float sum[TF_IDS] = {0};
     const float *table = tables->tables;
-    for (size_t p = 0; p < bytes; p++, table += 256, codes += TF_IDS)
-        for (int i = 0; i < TF_IDS; i++) sum[i] += table[codes[i]];
+    for (int s = first; s < last; s++) {
+        const uint8_t *code = tf_code(codes, s, place);
+        for (size_t p = tf_code_bytes(tf_stream_bits(codes, s)); p; p--, table += 256, code += TF_IDS)
+            for (int i = 0; i < TF_IDS; i++) sum[i] += table[code[i]];
+    }
     for (int i = 0; i < TF_IDS; i++) scores[i] = tables->start + tables->unit * sum[i];
 }
 
-static float score_codes(const void *form, int capacity, int bits, const tf_code_tables *tables, const float *prior, int begin, int end,
+static float score_codes(const tf_codes *codes, int first, int last, const tf_code_tables *tables, const float *prior, int begin, int end,
                          float *scores) {
-    (void)capacity;
     float largest = -INFINITY, block[TF_IDS];
-    for (int id = begin; id < end; id += TF_IDS) {
-        score_block(tf_code(form, bits, id), tf_code_bytes(bits), tables, block);
-        for (int i = 0; i < TF_IDS && id + i < end; i++) {
-            float score = prior ? block[i] + prior[id + i] : block[i];
-            scores[id - begin + i] = score;
+    int count = end - begin;
+    for (int at = 0; at < count; at += TF_IDS) {
+        score_block(codes, first, last, begin + at, tables, block);
+        for (int i = 0; i < TF_IDS && at + i < count; i++) {
+            float score = prior ? block[i] + prior[at + i] : block[i];
+            scores[at + i] = score;
             largest = score > largest ? score : largest;
         }
     }
@@ -96,6 +106,7 @@ const tf_backend *tf_portable_backend(void) {
         .code_tables_bytes = code_tables_bytes,
         .make_code_tables = make_code_tables,
         .refine_code_tables = refine_code_tables,
+        .part_of_tables = part_of_tables,
         .code_block = TF_IDS,
         .score_codes = score_codes,
         .exact_score = tf_exact_score,

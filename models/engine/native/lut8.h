@@ -44,6 +44,17 @@ static inline void lut8_tables(const float *hidden, int bits, tf_code_tables *ta
     tables->error = ((float)groups * (0.5f + 0x1p-13f) * unit + tf_sum_error(bits, total)) * factor;
 }
 
+/* Fewer groups, each of the same unit; that unit was multiplied by the factor, which rounds 255 u once more: 2^-13 u holds that too.
+ * Constant tables say 0 for everything, which is off by the magnitudes themselves. */
+static inline void lut8_part(const float *hidden, int bits, const tf_code_tables *whole, int from, int to, tf_code_tables *part) {
+    float total = tf_magnitudes(hidden, from, to), factor = tf_code_factor(bits), groups = (float)(tf_code_bytes(to - from) * 2);
+    int constant = !(whole->unit > 0.0f);
+    part->tables = (uint8_t *)whole->tables + lut8_bytes(from);
+    part->unit = whole->unit;
+    part->start = constant ? 0.0f : -total * factor;
+    part->error = (constant ? total * factor : groups * (0.5f + 0x1p-13f) * whole->unit) + tf_sum_error(bits, total) * factor;
+}
+
 /* The same for what those entries round off, which is within u/2: shifted by that, in 255 steps. The fp32 rounding of sums and
  * products, 255 u times 4 * 2^-24, is less than 2^-5 of such a step. */
 static inline void lut8_refine(const float *hidden, int bits, const tf_code_tables *coarse, tf_code_tables *fine) {

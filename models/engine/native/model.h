@@ -32,12 +32,23 @@ typedef struct {
     int theta;         /* which of the model's, or -1 */
 } tf_layer;
 
+/* The order of places, of codes and of the prior: groups of places by prior, largest first, and by id within a group. That way a byte
+ * an id is enough to find its place. */
+typedef struct {
+    int32_t *ids;    /* [vocabulary]: the id at each place; NULL: places are ids */
+    uint8_t *groups; /* [vocabulary]: the group of each id */
+    float *tops;     /* [groups]: the largest prior of each, and of those behind it */
+    int group;       /* places of a group, a multiple of TF_SCORED */
+} tf_order;
+
 struct tf_model {
     tf_config c;
     const tf_backend *backend;
     tf_layer *layers;
     tf_part parts[TF_PLACES], scales[TF_PLACES], biases[TF_PLACES]; /* places from TF_LAYER_PLACES on */
     tf_arena arena; /* of the parts */
+    tf_codes codes; /* of ids at tf_place; streams 0: none */
+    tf_order order;
     int thetas;
     float *frequencies[TF_THETAS]; /* [head_dim/2] */
     float *kron_sum;               /* [width]: sum of all rows of TF_KRON */
@@ -96,6 +107,15 @@ void *tf_arena_take(tf_arena *arena, size_t bytes);
 void tf_arena_free(tf_arena *arena);
 size_t tf_times(size_t a, size_t b); /* SIZE_MAX when the product does not fit */
 int tf_fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* order.c */
+int tf_lay_out_codes(tf_model *model); /* takes memory for codes, and puts the prior in its order: it must be there */
+void tf_take_codes(const tf_model *model, int first, int count, const uint32_t *words); /* the file's, of ids from `first` on */
+int tf_place(const tf_model *model, int id);
+static inline int tf_id(const tf_model *model, int place)
+{
+    return model->order.ids ? model->order.ids[place] : place;
+}
 
 /* session.c */
 int tf_session_reserve(tf_session *session, int length);

@@ -70,15 +70,14 @@ TF_INLINE void neon_entries(const uint8_t *codes, uint8x16_t low, uint8x16_t hig
     *second = vaddq_u16(*second, vaddl_high_u8(a, b));
 }
 
-/* Sums of table entries of a block's 32 ids, four a vector. */
-TF_INLINE void neon_sums(const uint8_t *codes, size_t bytes, const uint8_t *tables, uint32x4_t sums[8]) {
-    for (int i = 0; i < 8; i++) sums[i] = vdupq_n_u32(0);
+/* Adds table entries of a stream's block to the sums of its 32 places, four a vector. */
+TF_INLINE void neon_add_entries(const uint8_t *codes, size_t bytes, size_t ahead, const uint8_t *tables, uint32x4_t sums[8]) {
     while (bytes) {
         size_t n = bytes < NEON_FLUSH ? bytes : NEON_FLUSH;
         uint16x8_t part[4] = {vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0)};
         bytes -= n;
         for (; n; n--, codes += TF_IDS, tables += 32) {
-            __builtin_prefetch(codes + 2048);
+            __builtin_prefetch(codes + ahead);
             uint8x16_t low = vld1q_u8(tables), high = vld1q_u8(tables + 16);
             neon_entries(codes, low, high, part, part + 1);
             neon_entries(codes + 16, low, high, part + 2, part + 3);
@@ -90,18 +89,28 @@ TF_INLINE void neon_sums(const uint8_t *codes, size_t bytes, const uint8_t *tabl
     }
 }
 
-static inline float neon_score_codes(const void *form, int capacity, int bits, const tf_code_tables *tables, const float *prior, int begin,
-                                     int end, float *scores) {
-    (void)capacity;
-    float largest = -INFINITY, block[TF_IDS];
+TF_INLINE void neon_score_block(const tf_codes *codes, int first, int last, int place, const tf_code_tables *tables, float *scores) {
+    const uint8_t *entries = tables->tables;
     uint32x4_t sums[8];
-    for (int id = begin; id < end; id += TF_IDS) {
-        neon_sums(tf_code(form, bits, id), tf_code_bytes(bits), tables->tables, sums);
-        for (int i = 0; i < 8; i++)
-            vst1q_f32(block + 4 * i, vfmaq_n_f32(vdupq_n_f32(tables->start), vcvtq_f32_u32(sums[i]), tables->unit));
-        for (int i = 0; i < TF_IDS && id + i < end; i++) {
-            float score = prior ? block[i] + prior[id + i] : block[i];
-            scores[id - begin + i] = score;
+    for (int i = 0; i < 8; i++) sums[i] = vdupq_n_u32(0);
+    for (int s = first; s < last; s++) {
+        size_t bytes = tf_code_bytes(tf_stream_bits(codes, s));
+        neon_add_entries(tf_code(codes, s, place), bytes, first ? 0 : 2048, entries, sums);
+        entries += 32 * bytes;
+    }
+    for (int i = 0; i < 8; i++)
+        vst1q_f32(scores + 4 * i, vfmaq_n_f32(vdupq_n_f32(tables->start), vcvtq_f32_u32(sums[i]), tables->unit));
+}
+
+static inline float neon_score_codes(const tf_codes *codes, int first, int last, const tf_code_tables *tables, const float *prior,
+                                     int begin, int end, float *scores) {
+    float largest = -INFINITY, block[TF_IDS];
+    int count = end - begin;
+    for (int at = 0; at < count; at += TF_IDS) {
+        neon_score_block(codes, first, last, begin + at, tables, block);
+        for (int i = 0; i < TF_IDS && at + i < count; i++) {
+            float score = prior ? block[i] + prior[at + i] : block[i];
+            scores[at + i] = score;
             largest = score > largest ? score : largest;
         }
     }
@@ -113,8 +122,8 @@ static inline float neon_score_codes(const void *form, int capacity, int bits, c
         .name = NAME, .form_bytes = tf_form_bytes, .form_rows = tf_form_rows, .row_block = TF_ROWS,                                    \
         .quantised_bytes = tf_quantised_bytes, .quantise = tf_quantise, .multiply = neon_multiply, .add_row = tf_add_row,              \
         .codes_bytes = tf_codes_bytes, .form_codes = tf_form_codes, .code_words = tf_code_words, .code_tables_bytes = lut8_bytes,      \
-        .make_code_tables = lut8_tables, .refine_code_tables = lut8_refine, .code_block = TF_IDS, .score_codes = neon_score_codes,     \
-        .exact_score = tf_exact_score,                                                                                                 \
+        .make_code_tables = lut8_tables, .refine_code_tables = lut8_refine, .part_of_tables = lut8_part, .code_block = TF_IDS,         \
+        .score_codes = neon_score_codes, .exact_score = tf_exact_score,                                                                \
         .kv_bytes = tf_kv_bytes, .kv_store = tf_kv_store, .attend = plain_attend, .rms_norm = tf_rms_norm,                             \
         .layer_norm = tf_layer_norm, .gelu = tf_gelu, .gelu_mul = tf_gelu_mul, .silu_mul = tf_silu_mul, .rotate = tf_rotate            \
     }

@@ -122,13 +122,11 @@ static size_t file_row_bytes(int kind, size_t columns)
     }
 }
 
-static size_t memory_bytes(const tf_model *model, shape expected, int place, int kind)
+static size_t memory_bytes(const tf_model *model, shape expected, int kind)
 {
     size_t rows = expected.rows, columns = expected.columns;
     if (expected.use == MATRIX)
         return model->backend->form_bytes(kind, (int)rows, (int)columns);
-    if (place == TF_CODES)
-        return model->backend->codes_bytes((int)rows, model->c.code_bits);
     if (expected.use == FLOATS || expected.use == TRANSPOSED)
         return tf_times(tf_times(rows, columns), sizeof(float));
     return tf_times(rows, file_row_bytes(kind, columns));
@@ -145,10 +143,16 @@ int tf_model_declare(tf_model *model, int layer, int place, int kind, int rows, 
                        (long long)expected.columns, rows, columns);
     if (!allowed(expected, place, kind))
         return tf_fail(TF_INVALID, "part %d of layer %d cannot be of kind %d", place, layer, kind);
-    size_t bytes = memory_bytes(model, expected, place, kind);
-    part->memory = expected.use == TRANSPOSED ? tf_alloc(bytes) : tf_arena_take(&model->arena, bytes);
-    if (!part->memory)
-        return tf_fail(TF_NO_MEMORY, "no memory for part %d of layer %d, [%d, %d]", place, layer, rows, columns);
+    if (place == TF_CODES) {
+        int code = tf_lay_out_codes(model);
+        if (code)
+            return code;
+    } else {
+        size_t bytes = memory_bytes(model, expected, kind);
+        part->memory = expected.use == TRANSPOSED ? tf_alloc(bytes) : tf_arena_take(&model->arena, bytes);
+        if (!part->memory)
+            return tf_fail(TF_NO_MEMORY, "no memory for part %d of layer %d, [%d, %d]", place, layer, rows, columns);
+    }
     part->kind = kind;
     part->rows = rows;
     part->columns = columns;
@@ -279,7 +283,7 @@ static int take_rows(tf_model *model, tf_part *part, int layer, int place, const
     if (place == TF_CODES) {
         if (check_spare_bits(model, data, count))
             return TF_INVALID;
-        model->backend->form_codes(part->memory, part->rows, model->c.code_bits, part->loaded, count, data);
+        tf_take_codes(model, part->loaded, count, data);
         return TF_OK;
     }
     memcpy((char *)part->memory + (size_t)part->loaded * part->row_bytes, data, bytes);

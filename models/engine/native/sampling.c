@@ -93,17 +93,50 @@ static uint32_t descend(const uint64_t *bins, uint64_t *above, uint64_t reach)
     }
 }
 
+/* How many scores have these bits and an id up to `most`. */
+static int count_at(const tf_model *model, const float *scores, uint32_t bits, int most)
+{
+    int count = 0;
+    for (int place = 0; place < model->c.vocabulary; place++)
+        count += ordered(scores[place]) == bits && tf_id(model, place) <= most;
+    return count;
+}
+
+/* The lowest id up to which `wanted` scores have these bits, or the last id. Equal scores are rare: one pass tells mostly. */
+static int32_t cut_among_equals(const tf_model *model, const float *scores, uint32_t bits, uint64_t wanted)
+{
+    int low = 0, high = model->c.vocabulary - 1;
+    if ((uint64_t)count_at(model, scores, bits, high) <= wanted)
+        return high;
+    while (low < high) {
+        int middle = low + (high - low) / 2;
+        if ((uint64_t)count_at(model, scores, bits, middle) < wanted)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static float score_of(uint32_t bits)
+{
+    float score;
+    bits = bits >> 31 ? bits & 0x7fffffff : ~bits;
+    memcpy(&score, &bits, 4);
+    return score;
+}
+
 /* Where top-p cuts: two passes over the scores, for the upper and the lower 16 bits of the threshold, and one for the last id kept
  * at it. */
-static void find_cut(struct tf_scoring *s, const float *scores, int vocabulary, float top, const tf_draw *draw)
+static void find_cut(struct tf_scoring *s, const tf_model *model, const float *scores, float top, const tf_draw *draw)
 {
     uint64_t total = 0, above = 0, reach = 0;
     uint32_t high = 0, low = 0;
     for (int pass = 0; pass < 2; pass++) {
         memset(s->bins, 0, 65536 * sizeof *s->bins);
-        for (int id = 0; id < vocabulary; id++) {
-            uint32_t bits = ordered(scores[id]);
-            double g = gap(scores[id], top, draw->temperature);
+        for (int place = 0; place < model->c.vocabulary; place++) {
+            uint32_t bits = ordered(scores[place]);
+            double g = gap(scores[place], top, draw->temperature);
             if (g < LEAST_GAP || (pass && bits >> 16 != high))
                 continue;
             uint64_t m = mass(g);
@@ -115,11 +148,10 @@ static void find_cut(struct tf_scoring *s, const float *scores, int vocabulary, 
     }
     s->cut_bits = high << 16 | low;
     s->cut_id = -1;
-    for (int id = 0; id < vocabulary && above < reach; id++)
-        if (ordered(scores[id]) == s->cut_bits) {
-            above += mass(gap(scores[id], top, draw->temperature));
-            s->cut_id = id;
-        }
+    if (above < reach) {
+        uint64_t each = mass(gap(score_of(s->cut_bits), top, draw->temperature));
+        s->cut_id = cut_among_equals(model, scores, s->cut_bits, each ? (reach - above + each - 1) / each : UINT64_MAX);
+    }
 }
 
 static int kept(const struct tf_scoring *s, const tf_draw *draw, float score, int id, double g)
@@ -139,7 +171,7 @@ static double bound_of(uint64_t bits)
     return ((rest ? __builtin_clzll(rest) : 64) - 11) * 0.6931471805599454;
 }
 
-/* The winner among a thread's ids. */
+/* The winner among a thread's places; the lowest id of several, which need not come first. */
 static void noisy_best(const tf_scores_job *job, int state, int thread, const float *scores, float top)
 {
     struct tf_scoring *s = job->engine->scoring;
@@ -149,14 +181,15 @@ static void noisy_best(const tf_scores_job *job, int state, int thread, const fl
     double best = -INFINITY, inverse = 1 / draw->temperature, margin = (double)tf_fine_margin(view, top) - top;
     int32_t drawn = -1;
     int begin, end;
-    tf_my_ids(job->engine, thread, &begin, &end);
-    for (int id = begin; id < end; id++) {
+    tf_my_places(job->engine, thread, &begin, &end);
+    for (int place = begin; place < end; place++) {
+        int id = tf_id(job->engine->model, place);
         uint64_t bits = noise_bits(stream, id);
-        if ((scores[id] + margin) * inverse + bound_of(bits) < best - 1e-6)
+        if ((scores[place] + margin) * inverse + bound_of(bits) < best - 1e-6)
             continue;
-        float score = tf_exact(view, id, scores[id]);
+        float score = tf_exact(view, place, scores[place]);
         double g = gap(score, top, draw->temperature), noisy = g + gumbel(bits);
-        if (noisy > best && kept(s, draw, scores[id], id, g)) {
+        if ((noisy > best || (noisy == best && id < drawn)) && kept(s, draw, scores[place], id, g)) {
             best = noisy;
             drawn = id;
         }
@@ -175,7 +208,7 @@ void tf_draw_from_all(const tf_scores_job *job, int state, int thread)
     if (isfinite(top) && draw->top_p < 1) {
         tf_make_likely_exact(job, state, thread, draw->temperature);
         if (thread == 0)
-            find_cut(s, scores, vocabulary, top, draw);
+            find_cut(s, engine->model, scores, top, draw);
         tf_pool_meet(engine->pool);
     }
     if (isfinite(top))
@@ -185,7 +218,7 @@ void tf_draw_from_all(const tf_scores_job *job, int state, int thread)
         double best = -INFINITY;
         job->drawn[state] = s->best[state][0].id;
         for (int t = 0; isfinite(top) && t < engine->threads; t++)
-            if (s->noisy_id[t] >= 0 && s->noisy[t] > best) {
+            if (s->noisy_id[t] >= 0 && (s->noisy[t] > best || (s->noisy[t] == best && s->noisy_id[t] < job->drawn[state]))) {
                 best = s->noisy[t];
                 job->drawn[state] = s->noisy_id[t];
             }

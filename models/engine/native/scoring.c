@@ -1,17 +1,17 @@
-/* One pass over the vocabulary, a chunk at a time; each thread keeps the best of its part. Scores from codes are approximate with a
- * proven error: whatever could be among the best by that error is scored again exactly, so that the choice is that of exact scores. */
+/* One pass over the vocabulary, a chunk of places at a time; each thread keeps the best of its part. Where only the best are wanted,
+ * places that cannot win are passed over (search.c). */
 #include "scoring.h"
 
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
+
+enum { LONGEST_RUN = 16 };
 
 static int chunk_count(const tf_engine *engine)
 {
     return (engine->model->c.vocabulary + TF_SCORED - 1) / TF_SCORED;
 }
 
-void tf_my_ids(const tf_engine *engine, int thread, int *begin, int *end)
+void tf_my_places(const tf_engine *engine, int thread, int *begin, int *end)
 {
     int vocabulary = engine->model->c.vocabulary;
     tf_split(chunk_count(engine), engine->threads, thread, begin, end);
@@ -19,103 +19,12 @@ void tf_my_ids(const tf_engine *engine, int thread, int *begin, int *end)
     *end = *end * TF_SCORED < vocabulary ? *end * TF_SCORED : vocabulary;
 }
 
-struct tf_scoring *tf_scoring_create(const tf_engine *engine)
+static int first_from(const int32_t *values, int count, int least)
 {
-    const tf_config *c = &engine->model->c;
-    struct tf_scoring *s = tf_alloc(sizeof *s);
-    if (!s)
-        return NULL;
-    memset(s, 0, sizeof *s);
-    size_t each = (size_t)engine->threads * TF_STATES;
-    int coded = c->head == TF_HEAD_CODE;
-    s->table_bytes = coded ? (engine->model->backend->code_tables_bytes(c->code_bits) + 63) / 64 * 64 : 0;
-    s->hidden = tf_alloc(tf_times(c->width, TF_STATES * sizeof(float)));
-    s->code_hidden = tf_alloc(tf_times(coded ? c->code_bits : 0, TF_STATES * sizeof(float)));
-    s->chunks = tf_alloc(tf_times(each, TF_SCORED * sizeof(float)));
-    s->tables = tf_alloc(tf_times(2 * each, s->table_bytes));
-    s->views = tf_alloc(tf_times(each, sizeof *s->views));
-    s->lists = tf_alloc(tf_times(each, sizeof *s->lists));
-    s->noisy = tf_alloc(tf_times(engine->threads, sizeof *s->noisy));
-    s->noisy_id = tf_alloc(tf_times(engine->threads, sizeof *s->noisy_id));
-    s->sums = tf_alloc(tf_times(chunk_count(engine), sizeof *s->sums));
-    if (s->hidden && s->code_hidden && s->chunks && s->tables && s->views && s->lists && s->noisy && s->noisy_id && s->sums)
-        return s;
-    tf_scoring_free(s);
-    return NULL;
-}
-
-void tf_scoring_free(struct tf_scoring *s)
-{
-    if (!s)
-        return;
-    void *parts[] = {s->hidden, s->code_hidden, s->chunks, s->tables, s->views, s->lists, s->choices, s->stored, s->noisy, s->noisy_id,
-                     s->sums, s->bins};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        tf_free(parts[i]);
-    tf_free(s);
-}
-
-static int list_length(const tf_scores_job *job, int state)
-{
-    int k = job->draws && job->draws[state].temperature > 0 ? job->draws[state].top_k : 0, all = job->engine->model->c.vocabulary;
-    return k < 1 ? 1 : k < all ? k : all;
-}
-
-/* Whether all of a state's scores are kept: for a draw among all tokens, and for the sum over them. */
-int tf_state_stores(const tf_scores_job *job, int state)
-{
-    if (job->targets || job->all)
-        return job->targets != NULL;
-    return job->draws[state].temperature > 0 && !job->draws[state].top_k;
-}
-
-/* Memory that depends on what is wanted. */
-int tf_scores_reserve(const tf_scores_job *job)
-{
-    struct tf_scoring *s = job->engine->scoring;
-    size_t wanted = 0, stored = 0, vocabulary = job->engine->model->c.vocabulary;
-    int top_p = 0;
-    for (int i = 0; i < job->states; i++) {
-        wanted = wanted + list_length(job, i);
-        stored = tf_state_stores(job, i) ? (size_t)i + 1 : stored;
-        top_p |= job->draws && job->draws[i].top_p < 1;
-    }
-    wanted = tf_times(wanted, job->engine->threads + 1);
-    if (wanted > s->choices_held) {
-        tf_free(s->choices);
-        s->choices = tf_alloc(tf_times(wanted, sizeof *s->choices));
-        s->choices_held = s->choices ? wanted : 0;
-    }
-    if (stored > s->stored_states) {
-        tf_free(s->stored);
-        s->stored = tf_alloc(tf_times(tf_times(stored, vocabulary), sizeof(float)));
-        s->stored_states = s->stored ? stored : 0;
-    }
-    if (top_p && !s->bins)
-        s->bins = tf_alloc(65536 * sizeof *s->bins);
-    if (!s->choices || (stored && !s->stored) || (top_p && !s->bins))
-        return tf_fail(TF_NO_MEMORY, "no memory for the scores of %d tokens", job->states);
-    return TF_OK;
-}
-
-/* Lists lie state by state: those of the threads, then the merged one. */
-static void place_lists(const tf_scores_job *job, int thread)
-{
-    struct tf_scoring *s = job->engine->scoring;
-    size_t at = 0;
-    for (int i = 0; i < job->states; i++) {
-        size_t k = list_length(job, i);
-        s->lists[(size_t)thread * TF_STATES + i] = (tf_list){s->choices + at + thread * k, 0, (int)k};
-        at += (job->engine->threads + 1) * k;
-    }
-}
-
-static int seen_from(const tf_draw *draw, int id)
-{
-    int low = 0, high = draw->seen_count;
+    int low = 0, high = count;
     while (low < high) {
         int middle = low + (high - low) / 2;
-        if (draw->seen[middle] < id)
+        if (values[middle] < least)
             low = middle + 1;
         else
             high = middle;
@@ -123,29 +32,21 @@ static int seen_from(const tf_draw *draw, int id)
     return low;
 }
 
-static int penalised(const tf_view *view)
-{
-    return view->draw && view->draw->repetition_penalty != 1 && view->draw->seen_count > 0;
-}
-
-static float own_exact(const tf_view *view, int id)
+static float exact_at(const tf_view *view, int place)
 {
     const tf_model *model = view->engine->model;
-    float score = model->backend->exact_score(model->parts[TF_CODES].memory, model->c.vocabulary, model->c.code_bits, id, view->hidden);
-    return model->c.prior ? score + ((const float *)model->parts[TF_PRIOR].memory)[id] : score;
+    float score = model->backend->exact_score(&model->codes, place, view->hidden);
+    return model->c.prior ? score + ((const float *)model->parts[TF_PRIOR].memory)[place] : score;
 }
 
-/* The exact score of an id whose score in a chunk is `score`. */
-float tf_exact(const tf_view *view, int id, float score)
+float tf_exact(const tf_view *view, int place, float score)
 {
     if (view->error == 0)
         return score;
-    if (penalised(view)) {
-        int place = seen_from(view->draw, id);
-        if (place < view->draw->seen_count && view->draw->seen[place] == id)
-            return score; /* made exact when the penalty was put on it */
-    }
-    return own_exact(view, id);
+    int at = first_from(view->seen, view->seen_count, place);
+    if (at < view->seen_count && view->seen[at] == place)
+        return score; /* made exact when the penalty was put on it */
+    return exact_at(view, place);
 }
 
 /* How far a score near `near` may be from the exact one: the codes' error, and the rounding of the sum with the prior. */
@@ -160,157 +61,87 @@ float tf_fine_margin(const tf_view *view, float near)
     return view->error == 0 || !isfinite(near) ? view->error : view->fine.error * 1.0001f + 1e-6f * fabsf(near);
 }
 
-static float largest(const float *scores, int count)
-{
-    float top = -INFINITY;
-    for (int i = 0; i < count; i++)
-        top = tf_key(scores[i]) > top ? tf_key(scores[i]) : top;
-    return top;
-}
-
 /* Keskar et al., CTRL (arXiv 1909.05858), as transformers has it for scores below 0. */
 static float penalise(const tf_view *view, int begin, int end, float *scores, float top)
 {
-    const tf_draw *draw = view->draw;
-    int place = penalised(view) ? seen_from(draw, begin) : 0, first = place;
-    for (; penalised(view) && place < draw->seen_count && draw->seen[place] < end; place++) {
-        int id = draw->seen[place];
-        float score = view->error == 0 ? scores[id - begin] : own_exact(view, id);
-        scores[id - begin] = score > 0 ? score / draw->repetition_penalty : score * draw->repetition_penalty;
+    int at = first_from(view->seen, view->seen_count, begin), first = at;
+    for (; at < view->seen_count && view->seen[at] < end; at++) {
+        float *score = &scores[view->seen[at] - begin], penalty = view->draw->repetition_penalty;
+        if (view->error != 0)
+            *score = exact_at(view, view->seen[at]);
+        *score = *score > 0 ? *score / penalty : *score * penalty;
     }
-    return place > first ? largest(scores, end - begin) : top;
+    return at > first ? tf_largest(scores, end - begin) : top;
 }
 
-/* Scores of one chunk for every state, at out + state * stride; the largest of each in top. */
-static void score_chunk(const tf_scores_job *job, tf_view *views, int begin, int end, float *out, size_t stride, float *top)
+/* Products of a chunk's rows with every state, at out + state * TF_SCORED. */
+static void multiply_table(const tf_scores_job *job, int begin, int end, float *out)
 {
-    const tf_engine *engine = job->engine;
-    const tf_model *model = engine->model;
-    const tf_config *c = &model->c;
-    const float *prior = c->prior ? model->parts[TF_PRIOR].memory : NULL;
-    if (c->head != TF_HEAD_CODE) {
-        const tf_matrix *table = &model->parts[c->head == TF_HEAD_TIED ? TF_TABLE : TF_OUTPUT].matrix;
-        tf_input input = {.tokens = job->states, .x = engine->scoring->hidden, .x_stride = c->width};
-        /* Row r of the product goes to out[r], and `out` stands for row `begin`. */
-        model->backend->multiply(table, &input, (float *)((uintptr_t)out - (size_t)begin * sizeof(float)), stride, begin, end);
+    const tf_model *model = job->engine->model;
+    const tf_matrix *table = &model->parts[model->c.head == TF_HEAD_TIED ? TF_TABLE : TF_OUTPUT].matrix;
+    tf_input input = {.tokens = job->states, .x = job->engine->scoring->hidden, .x_stride = model->c.width};
+    /* Row r of the product goes to out[r], and `out` stands for row `begin`. */
+    model->backend->multiply(table, &input, (float *)((uintptr_t)out - (size_t)begin * sizeof(float)), TF_SCORED, begin, end);
+}
+
+/* One state's scores of a chunk, of which those with a table come in as products; returns the largest. */
+static float score_chunk(const tf_view *view, int begin, int end, float *scores)
+{
+    const tf_model *model = view->engine->model;
+    const float *prior = model->c.prior ? (const float *)model->parts[TF_PRIOR].memory + begin : NULL;
+    int coded = model->c.head == TF_HEAD_CODE;
+    float top;
+    if (coded && view->error != 0) {
+        top = model->backend->score_codes(&model->codes, 0, model->codes.streams, &view->tables, prior, begin, end, scores);
+    } else {
+        for (int i = 0; i < end - begin; i++)
+            scores[i] = coded ? exact_at(view, begin + i) : scores[i] + (prior ? prior[i] : 0);
+        top = tf_largest(scores, end - begin);
     }
-    for (int i = 0; i < job->states; i++) {
-        float *scores = out + i * stride;
-        if (c->head == TF_HEAD_CODE && views[i].error != 0) {
-            top[i] = model->backend->score_codes(model->parts[TF_CODES].memory, c->vocabulary, c->code_bits, &views[i].tables, prior, begin,
-                                                 end, scores);
-        } else {
-            for (int id = begin; id < end; id++)
-                scores[id - begin] = c->head == TF_HEAD_CODE ? own_exact(&views[i], id) : scores[id - begin] + (prior ? prior[id] : 0);
-            top[i] = largest(scores, end - begin);
-        }
-        top[i] = penalise(&views[i], begin, end, scores, top[i]);
-    }
+    return penalise(view, begin, end, scores, top);
 }
 
-static int better(tf_choice a, tf_choice b)
+/* What a thread needs of a state: look-up tables, the places that a penalty falls on, how it is searched. */
+static void make_view(const tf_scores_job *job, int state, int thread, const int32_t *seen)
 {
-    float x = tf_key(a.score), y = tf_key(b.score);
-    return x > y || (x == y && a.id < b.id);
-}
-
-static void sink(tf_choice *heap, int held, int at)
-{
-    for (;;) {
-        int worst = at, left = 2 * at + 1;
-        if (left < held && better(heap[worst], heap[left]))
-            worst = left;
-        if (left + 1 < held && better(heap[worst], heap[left + 1]))
-            worst = left + 1;
-        if (worst == at)
-            return;
-        tf_choice moved = heap[at];
-        heap[at] = heap[worst];
-        heap[worst] = moved;
-        at = worst;
-    }
-}
-
-static void offer(tf_list *list, tf_choice choice)
-{
-    if (list->held == list->most) {
-        if (better(choice, list->heap[0])) {
-            list->heap[0] = choice;
-            sink(list->heap, list->held, 0);
-        }
-        return;
-    }
-    int at = list->held++;
-    for (; at && better(list->heap[(at - 1) / 2], choice); at = (at - 1) / 2)
-        list->heap[at] = list->heap[(at - 1) / 2];
-    list->heap[at] = choice;
-}
-
-/* Offers whatever of a chunk may be among the best. */
-static void take_chunk(const tf_view *view, tf_list *list, int begin, int end, const float *scores, float top)
-{
-    float least = -INFINITY, margin = tf_margin(view, top);
-    if (list->held == list->most) {
-        float worst = tf_key(list->heap[0].score);
-        margin = fmaxf(margin, tf_margin(view, worst));
-        if (top < worst - margin)
-            return;
-        least = worst - margin;
-    }
-    if (list->most == 1) /* of this chunk only its best can win */
-        least = fmaxf(least, top - 2 * margin);
-    for (int id = begin; id < end; id++)
-        if (!(scores[id - begin] < least))
-            offer(list, (tf_choice){tf_exact(view, id, scores[id - begin]), id});
-}
-
-static int compare(const void *a, const void *b)
-{
-    return better(*(const tf_choice *)a, *(const tf_choice *)b) ? -1 : 1;
-}
-
-/* The best of all threads, best first. */
-static void merge_lists(const tf_scores_job *job, int state)
-{
+    const tf_model *model = job->engine->model;
     struct tf_scoring *s = job->engine->scoring;
-    int threads = job->engine->threads, k = list_length(job, state);
-    tf_list merged = {s->lists[state].heap + (size_t)threads * k, 0, k};
-    for (int t = 0; t < threads; t++) {
-        const tf_list *list = &s->lists[(size_t)t * TF_STATES + state];
-        for (int i = 0; i < list->held; i++)
-            offer(&merged, list->heap[i]);
+    size_t at = (size_t)thread * TF_STATES + state;
+    int coded = model->c.head == TF_HEAD_CODE, bits = model->c.code_bits;
+    const float *hidden = coded ? s->code_hidden + (size_t)state * bits : s->hidden + (size_t)state * model->c.width;
+    tf_view *view = &s->views[at];
+    *view = (tf_view){.engine = job->engine, .hidden = hidden, .draw = job->draws ? &job->draws[state] : NULL};
+    view->seen = seen;
+    view->seen_count = tf_seen_count(job, state);
+    if (coded) {
+        view->tables.tables = (char *)s->tables + at * 2 * s->table_bytes;
+        view->fine.tables = (char *)view->tables.tables + s->table_bytes;
+        model->backend->make_code_tables(hidden, bits, &view->tables);
+        if (tf_state_stores(job, state))
+            model->backend->refine_code_tables(hidden, bits, &view->tables, &view->fine);
+        /* A hidden state that is not finite has no tables: all its scores are taken exactly. */
+        view->error = isfinite(view->tables.error) && !job->all ? fmaxf(view->tables.error, 1e-30f) : 0;
     }
-    qsort(merged.heap, merged.held, sizeof *merged.heap, compare);
-    s->best[state] = merged.heap;
-    s->best_held[state] = merged.held;
+    tf_search_prepare(job, state, view, &s->searches[at]);
 }
 
-/* The hidden states at the code width, and this thread's look-up tables of them. */
-static void make_views(const tf_scores_job *job, tf_view *views, int thread)
+/* The hidden states at the code width, and this thread's views of them. */
+static void make_views(const tf_scores_job *job, int thread)
 {
     tf_engine *engine = job->engine;
     const tf_model *model = engine->model;
     struct tf_scoring *s = engine->scoring;
-    int coded = model->c.head == TF_HEAD_CODE, bits = model->c.code_bits;
-    if (coded) {
+    if (model->c.head == TF_HEAD_CODE) {
         tf_step step = {.engine = engine, .tokens = job->states};
         const tf_matrix *map = &model->parts[TF_CODE_MAP].matrix;
         tf_input input = {.tokens = job->states, .x = s->hidden, .x_stride = model->c.width};
-        tf_multiply_share(&step, &map, &s->code_hidden, (size_t[]){bits}, 1, &input, thread);
+        tf_multiply_share(&step, &map, &s->code_hidden, (size_t[]){model->c.code_bits}, 1, &input, thread);
         tf_pool_meet(engine->pool);
     }
+    const int32_t *seen = s->seen;
     for (int i = 0; i < job->states; i++) {
-        const float *hidden = coded ? s->code_hidden + (size_t)i * bits : s->hidden + (size_t)i * model->c.width;
-        views[i] = (tf_view){.engine = engine, .hidden = hidden, .draw = job->draws ? &job->draws[i] : NULL};
-        if (!coded)
-            continue;
-        views[i].tables.tables = (char *)s->tables + ((size_t)thread * TF_STATES + i) * 2 * s->table_bytes;
-        views[i].fine.tables = (char *)views[i].tables.tables + s->table_bytes;
-        model->backend->make_code_tables(hidden, bits, &views[i].tables);
-        if (tf_state_stores(job, i))
-            model->backend->refine_code_tables(hidden, bits, &views[i].tables, &views[i].fine);
-        /* A hidden state that is not finite has no tables: all its scores are taken exactly. */
-        views[i].error = isfinite(views[i].tables.error) && !job->all ? fmaxf(views[i].tables.error, 1e-30f) : 0;
+        make_view(job, i, thread, seen);
+        seen += tf_seen_count(job, i);
     }
 }
 
@@ -318,42 +149,84 @@ static void make_views(const tf_scores_job *job, tf_view *views, int thread)
 static void keep_scores(const tf_view *view, int begin, int end, const float *scores, float *stored)
 {
     const tf_model *model = view->engine->model;
-    float rest[TF_SCORED];
-    memcpy(stored + begin, scores, (end - begin) * sizeof(float));
-    if (view->error == 0)
-        return;
-    model->backend->score_codes(model->parts[TF_CODES].memory, model->c.vocabulary, model->c.code_bits, &view->fine, NULL, begin, end, rest);
-    int place = penalised(view) ? seen_from(view->draw, begin) : 0, seen = penalised(view) ? view->draw->seen_count : 0;
-    for (int id = begin; id < end; id++) {
-        if (place < seen && view->draw->seen[place] == id)
-            place++; /* exact already */
-        else
-            stored[id] += rest[id - begin];
-    }
+    float rest[TF_SCORED] = {0};
+    if (view->error != 0)
+        model->backend->score_codes(&model->codes, 0, model->codes.streams, &view->fine, NULL, begin, end, rest);
+    for (int at = first_from(view->seen, view->seen_count, begin); at < view->seen_count && view->seen[at] < end; at++)
+        rest[view->seen[at] - begin] = 0; /* exact already */
+    for (int place = begin; place < end; place++)
+        stored[place] = scores[place - begin] + rest[place - begin];
 }
 
-static void score_all(const tf_scores_job *job, tf_view *views, int thread)
+static void score_state(const tf_scores_job *job, int state, int thread, int begin, int end)
+{
+    struct tf_scoring *s = job->engine->scoring;
+    const tf_model *model = job->engine->model;
+    size_t at = (size_t)thread * TF_STATES + state, vocabulary = model->c.vocabulary;
+    const tf_view *view = &s->views[at];
+    float *scores = s->chunks + at * TF_SCORED, top;
+    if (s->searches[at].on && tf_search_chunk(view, &s->searches[at], &s->lists[at], begin, end, scores, &s->tallies[thread]))
+        return;
+    top = score_chunk(view, begin, end, scores);
+    if (model->c.head == TF_HEAD_CODE)
+        tf_tally_whole(&model->codes, &s->tallies[thread], end - begin);
+    tf_take_scores(view, &s->lists[at], begin, end, scores, top);
+    if (tf_state_stores(job, state))
+        keep_scores(view, begin, end, scores, s->stored + state * vocabulary);
+    for (int place = begin; job->all && place < end; place++)
+        job->all[state * vocabulary + tf_id(model, place)] = scores[place - begin];
+}
+
+/* Returns whether a place behind these may win. */
+static int score_places(const tf_scores_job *job, int thread, int begin, int end)
+{
+    struct tf_scoring *s = job->engine->scoring;
+    size_t first = (size_t)thread * TF_STATES;
+    int goes_on = 0;
+    if (job->engine->model->c.head != TF_HEAD_CODE)
+        multiply_table(job, begin, end, s->chunks + first * TF_SCORED);
+    for (int i = 0; i < job->states; i++)
+        if (!tf_search_ends(&s->views[first + i], &s->searches[first + i], &s->lists[first + i], begin)) {
+            score_state(job, i, thread, begin, end);
+            goes_on = 1;
+        }
+    tf_tally_chunk(&job->engine->model->codes, &s->tallies[thread]);
+    return goes_on;
+}
+
+/* Chunks in a row that a thread takes: its whole part, or, where the likeliest come first, turn by turn. */
+static int run_length(const tf_engine *engine)
+{
+    int chunks = chunk_count(engine), threads = engine->threads, run = chunks / (8 * threads);
+    if (!engine->model->order.ids)
+        return (chunks + threads - 1) / threads;
+    return run < 1 ? 1 : run < LONGEST_RUN ? run : LONGEST_RUN;
+}
+
+/* Every thread begins with the likeliest places, whoever's they are: what it would read without a score to reach is far more. */
+static void find_reach(const tf_scores_job *job, int thread)
+{
+    struct tf_scoring *s = job->engine->scoring;
+    int vocabulary = job->engine->model->c.vocabulary, end = vocabulary < TF_SCORED ? vocabulary : TF_SCORED;
+    for (size_t at = (size_t)thread * TF_STATES; at < (size_t)thread * TF_STATES + job->states; at++)
+        if (s->searches[at].on) {
+            tf_search_chunk(&s->views[at], &s->searches[at], &s->lists[at], 0, end, s->chunks + at * TF_SCORED, &s->tallies[thread]);
+            s->lists[at].held = 0;
+        }
+    tf_tally_chunk(&job->engine->model->codes, &s->tallies[thread]);
+}
+
+static void score_all(const tf_scores_job *job, int thread)
 {
     const tf_engine *engine = job->engine;
-    struct tf_scoring *s = engine->scoring;
-    float *scratch = s->chunks + (size_t)thread * TF_STATES * TF_SCORED, top[TF_STATES];
-    size_t vocabulary = engine->model->c.vocabulary;
-    int first, last, store = 0;
-    for (int i = 0; i < job->states; i++)
-        store |= tf_state_stores(job, i);
-    tf_my_ids(engine, thread, &first, &last);
-    for (int begin = first; begin < last; begin += TF_SCORED) {
-        int end = begin + TF_SCORED < last ? begin + TF_SCORED : last;
-        score_chunk(job, views, begin, end, scratch, TF_SCORED, top);
-        for (int i = 0; i < job->states; i++) {
-            const float *scores = scratch + (size_t)i * TF_SCORED;
-            take_chunk(&views[i], &s->lists[(size_t)thread * TF_STATES + i], begin, end, scores, top[i]);
-            if (store && tf_state_stores(job, i))
-                keep_scores(&views[i], begin, end, scores, s->stored + i * vocabulary);
-            if (job->all)
-                memcpy(job->all + i * vocabulary + begin, scores, (end - begin) * sizeof(float));
+    int chunks = chunk_count(engine), run = run_length(engine), vocabulary = engine->model->c.vocabulary, goes_on = 1;
+    if (thread)
+        find_reach(job, thread);
+    for (int64_t first = (int64_t)thread * run; first < chunks && goes_on; first += (int64_t)engine->threads * run)
+        for (int chunk = (int)first; chunk < first + run && chunk < chunks && goes_on; chunk++) {
+            int begin = chunk * TF_SCORED, end = begin + TF_SCORED < vocabulary ? begin + TF_SCORED : vocabulary;
+            goes_on = score_places(job, thread, begin, end);
         }
-    }
 }
 
 void tf_scores_run(void *argument, int thread)
@@ -361,15 +234,14 @@ void tf_scores_run(void *argument, int thread)
     const tf_scores_job *job = argument;
     tf_engine *engine = job->engine;
     struct tf_scoring *s = engine->scoring;
-    tf_view *views = s->views + (size_t)thread * TF_STATES;
-    place_lists(job, thread);
-    make_views(job, views, thread);
-    score_all(job, views, thread);
+    tf_place_lists(job, thread);
+    make_views(job, thread);
+    score_all(job, thread);
     tf_pool_meet(engine->pool);
     if (job->all)
         return;
     for (int i = thread; i < job->states; i += engine->threads) {
-        merge_lists(job, i);
+        tf_merge_lists(job, i);
         if (!tf_state_stores(job, i))
             job->drawn[i] = job->draws[i].temperature > 0 ? tf_draw_from_list(&job->draws[i], s->best[i], s->best_held[i]) : s->best[i][0].id;
     }
