@@ -79,6 +79,7 @@ class Case:
     waits_shares  the same for the share that is left when waits are counted (timeline_launch.py)
     spills     whether spilled registers may be used in the main loop as long as they do not bind (rules.local_memory)
     baselines  name -> passes of another way to compute the same, for comparison
+    only       the one target that it is for; None for every chip
     """
 
     name: str
@@ -92,6 +93,10 @@ class Case:
     waits_shares: Mapping[str, float] = field(default_factory=dict)
     spills: bool = False
     baselines: Mapping[str, tuple[Pass, ...]] = field(default_factory=dict)
+    only: str | None = None
+
+    def is_for(self, target: str) -> bool:
+        return self.only in (None, target)
 
 
 def fused_ops() -> list[str]:

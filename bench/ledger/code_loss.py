@@ -2,7 +2,7 @@
 two products; the loss alone is one. int8 scores: the first product in int8, the second in bfloat16 as ever. The passes that only
 flagged tokens take are launched too and leave at once.
 
-"asynchronous" is Gluon's kernels, which no caller gets yet (``fused_async.TARGETS``).
+"asynchronous" is Gluon's kernels for sm_90, which no caller gets yet (``fused_async.TARGETS``).
 
 "argmax and entropy" is the other design, a pass for the logsumexp and one for the gradient. "no tile skipped" is the most that
 ``skip_below`` can cost; each skipped tile then takes half of its tensor time and 340 of its 910 instructions away.
@@ -60,7 +60,7 @@ def case(
     # Sums of 512 codes fill the registers: what a rare branch or the second half of a split number needs is spilled.
     return Case(
         name, FORWARD, dtype, SHAPE, run, bound, matrix=True, shares=shares, spills=True, baselines=baselines,
-        waits_shares={} if waits_share is None else {"sm_90": waits_share},
+        waits_shares={} if waits_share is None else {"sm_90": waits_share}, only="sm_90" if asynchronous else None,
     )  # fmt: skip
 
 
