@@ -107,6 +107,19 @@ def sums(launch: Launch, case: Case) -> Work:
     return _pass_over_codes(launch, launch.arguments["PARTS"] + launch.arguments["SUM_PARTS"] * launch.arguments["SUMS"])
 
 
+def shared_sums(launch: Launch, case: Case) -> Work:
+    """Tiles of all blocks, dealt out evenly."""
+    a = launch.arguments
+    programs, blocks = launch.grid[0], a["blocks"]
+    trips = blocks * a["tiles"] / programs
+    codes, hidden = a["vocabulary"] * (SHAPE["K"] / 8 + 4), SHAPE["T"] * SHAPE["K"] * 2
+    flops = 2.0 * programs * trips * a["BV"] * a["BT"] * SHAPE["K"] * 2
+    return Work(
+        hbm_read=codes + hidden, l2_read=hidden + codes * blocks, flops=flops, dtype="bf16", iterations=trips, outer=1,
+        chain=Chain(hbm=2),
+    )  # fmt: skip
+
+
 def asynchronous_sums(launch: Launch, case: Case) -> Work:
     """The same; where sums follow scores by a tile, a program makes one trip more."""
     a = launch.arguments
@@ -173,6 +186,6 @@ CASES = [
 ]
 WORK = code_decode.WORK | {
     "quantise_rows": quantised, "sum_codes": sums, "find_lse": lse, "sum_tokens": by_code, "list_hits": hits,
-    "finish_losses": finished, "finish_rows": finished, "sum_codes_async": asynchronous_sums, "sum_scores_async": asynchronous_sums,
+    "finish_losses": finished, "finish_rows": finished, "sum_codes_async": shared_sums, "list_runs": hits, "sum_scores_async": asynchronous_sums,
     "sum_scores_int8_async": asynchronous_sums,
 }  # fmt: skip

@@ -10,11 +10,14 @@ tests/test_gpu.py has passed on one, ``TARGETS`` is empty and the passes are Tri
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 
 from kernels.launch import launch
+
+from .fused_scores import list_runs
 
 TARGETS: frozenset[str] = frozenset()
 """Targets whose passes are Gluon's; made for "sm_90"."""
@@ -55,9 +58,12 @@ def ordered_bytes(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(-1, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 2, 5).reshape(-1, 16 * WORDS)
 
 
-def sum_codes(scorer, tile, targets, hits, totals, sums, shifts) -> None:
-    """Fill ``totals`` [splits, T] and, unless None, ``sums`` [splits, T, 512], as ``fused_kernels.sum_codes`` does in one pass."""
+def sum_codes(scorer, tile, targets, hits, shifts, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sums of p [splits, T], where ``wanted`` of p times code [splits, T, 512]), as ``fused_kernels.sum_codes`` does in one pass."""
+    if wanted:
+        return _sum_codes(scorer, tile, targets, hits, shifts)
     splits, each = scorer.splits(tile)
+    totals = scorer.empty(splits, scorer.tokens)
     if scorer.int8:
         from .fused_async_int8 import sum_scores_int8_async as kernel
 
@@ -65,16 +71,71 @@ def sum_codes(scorer, tile, targets, hits, totals, sums, shifts) -> None:
         codes = scorer.codes.view(torch.int32)
         operands = (ordered_bytes(integers), scales.view(torch.float32), codes, codes.stride(0))
     else:
-        from .fused_async_kernels import sum_codes_async, sum_scores_async
+        from .fused_async_kernels import sum_scores_async as kernel
 
-        kernel = sum_scores_async if sums is None else sum_codes_async
         operands = (ordered(scorer.hidden), scorer.codes, scorer.codes.stride(0))
     launch(
         kernel,
         (triton.cdiv(scorer.tokens, tile.tokens), splits),
-        *(*operands, scorer.prior, scorer.reference, targets, hits),
-        *((totals,) if sums is None else (shifts, totals, sums)),
-        *(scorer.tokens, scorer.vocabulary, each),
+        *(*operands, scorer.prior, scorer.reference, targets, hits, totals, scorer.tokens, scorer.vocabulary, each),
         SCALE=1 / math.sqrt(16 * WORDS), HAS_PRIOR=scorer.prior is not None, BV=tile.codes, BT=tile.tokens, NW=tile.warps,
         num_warps=tile.warps,
     )  # fmt: skip
+    return totals, totals
+
+
+class Shares(NamedTuple):
+    """Blocks of tokens against the vocabulary as segments of tiles, a program each, the longest first, so that all multiprocessors
+    end together: ``whole`` blocks, then of the rest ``groups`` of ``blocks`` each, dealt out evenly to ``pieces`` of programs'
+    worth, of which each is one segment or, across the end of a block, two. ``splits``: segments of a block at most."""
+
+    whole: int
+    groups: int
+    pieces: int
+    blocks: int
+    inverse: int
+
+    @property
+    def programs(self) -> int:
+        return self.whole + self.groups * (self.pieces + self.blocks - 1)
+
+    @property
+    def splits(self) -> int:
+        return triton.cdiv(self.pieces + self.blocks - 1, self.blocks)
+
+
+_CUTS = 4
+"""Where some blocks are whole, the others are cut into no more than about so many: each segment has memory for all tokens."""
+
+
+def shares(blocks: int, tiles: int, units: int) -> Shares:
+    """``blocks`` of ``tiles`` each for ``units`` programs at a time."""
+    rest = blocks % units
+    if not rest:
+        return Shares(blocks, 0, 1, 1, 0)
+    pieces = min(units, rest * (tiles if rest == blocks else min(tiles, _CUTS)))
+    groups = math.gcd(pieces, rest)
+    pieces, each = pieces // groups, rest // groups
+    return Shares(blocks - rest, groups, pieces, each, pow(each, -1, pieces) if pieces > 1 else 0)
+
+
+def _sum_codes(scorer, tile, targets, hits, shifts) -> tuple[torch.Tensor, torch.Tensor]:
+    from .fused_async_sums import sum_codes_async
+
+    blocks, tiles = triton.cdiv(scorer.tokens, tile.tokens), triton.cdiv(scorer.vocabulary, tile.codes)
+    share = shares(blocks, tiles, tile.held * scorer.units())
+    totals, sums = scorer.empty(share.splits, scorer.tokens), scorer.empty(share.splits, scorer.tokens, 16 * WORDS)
+    if share.splits > 1:  # not all blocks have so many segments
+        totals[1:].zero_()
+        sums[1:].zero_()
+    runs = scorer.empty(blocks, 2, tile.tokens + 1, dtype=torch.int32)
+    launch(list_runs, (blocks,), hits, runs, BT=tile.tokens)
+    launch(
+        sum_codes_async,
+        (share.programs,),
+        *(ordered(scorer.hidden), scorer.codes, scorer.codes.stride(0), scorer.prior, scorer.reference, targets, hits, runs),
+        *(shifts, totals, sums, scorer.tokens, scorer.vocabulary, tiles, *share),
+        SCALE=1 / math.sqrt(16 * WORDS), HAS_PRIOR=scorer.prior is not None, BV=tile.codes, BT=tile.tokens, NW=tile.warps,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return totals, sums

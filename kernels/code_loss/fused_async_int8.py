@@ -73,7 +73,7 @@ def sum_scores_int8_async(
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[BV, 16],
     )  # fmt: skip
     parts = gl.allocate_shared_memory(gl.int8, [8, BT, 64], gl.NVMMASharedLayout(64, 8, 2))
-    load_hidden(parts, hidden, tokens, 64, BT, NW)
+    load_hidden(parts, hidden, gl.program_id(0) * BT, tokens, 64, BT, NW)
     fence_async_shared()
     token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(0, SUMS))
     scale = gl.load(scales + token, mask=token < tokens, other=0.0) * (1 / 64) * SCALE * LOG2E
@@ -109,5 +109,5 @@ def sum_scores_int8_async(
         z = issue(gl.load(row_pointers(codes, stride, begin, BV, FOURS)), parts, zero, BV, LEFT)
         bias = to_bias(load_prior(prior, begin + row, HAS_PRIOR), level, begin + row >= tile * BV)
         z = warpgroup_mma_wait(0, deps=(z,))
-        running += own_rows(without_targets(probabilities(z, bias, scale), begin, targets, tokens, BV, BT, SUMS))
+        running += own_rows(without_targets(probabilities(z, bias, scale), begin, targets, gl.program_id(0) * BT, tokens, BV, BT, SUMS))
     store_total(total_out + gl.program_id(1).to(gl.int64) * tokens, running, gl.program_id(0) * BT, tokens)
