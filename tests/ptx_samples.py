@@ -59,8 +59,9 @@ def operands(launch: Launch) -> tuple[dict, torch.Tensor, torch.Tensor]:
     reference = (prior.amax() * fused.LOG2E.value).float()
     given = {
         "codes": codes.view(torch.int16), "prior": prior, "reference": reference, "targets": targets,
-        "hits": hits(targets, launch), "runs": runs(hits(targets, launch)), "flags": torch.zeros(TOKENS, dtype=torch.int32), "references": torch.zeros(TOKENS),
-        "factors": torch.zeros(TOKENS), "shifts": (12 - 4 * (torch.arange(128) // 32)).to(torch.int16),
+        "hits": hits(targets, launch), "runs": runs(hits(targets, launch)), "flags": torch.zeros(TOKENS, dtype=torch.int32),
+        "references": torch.zeros(TOKENS), "factors": torch.zeros(TOKENS),
+        "shifts": (12 - 4 * (torch.arange(128) // 32)).to(torch.int16),
     }  # fmt: skip
     if launch.name == GLUON["int8 loss"]:
         integers, scales = quantise(hidden)

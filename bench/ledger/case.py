@@ -33,6 +33,9 @@ class Work:
     dtype       of the matrix unit: "bf16" (fp16 too), "tf32", "int8", "fp32" (AMD); None without one
     iterations  trips of the source's main loop per program (mean over the programs when they differ)
     outer       trips of the loops around it, per program
+    beside      trips of each later loop with matrix products, per program (tiles done with more care); None: they are of the main
+                loop's work, which the compiler put there
+    even        programs of different lengths that keep all units busy to the end: the mean says all
     chain       dependent accesses of one program, start to end
     longest     chain of the longest program where programs differ, else None
     """
@@ -44,6 +47,8 @@ class Work:
     dtype: str | None = None
     iterations: float = 1
     outer: float = 1
+    beside: float | None = None
+    even: bool = False
     chain: Chain = Chain()
     longest: Chain | None = None
 

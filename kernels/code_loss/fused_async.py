@@ -59,7 +59,7 @@ def ordered_bytes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_codes(scorer, tile, targets, hits, shifts, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums of p [splits, T], where ``wanted`` of p times code [splits, T, 512]), as ``fused_kernels.sum_codes`` does in one pass."""
+    """Sums of p [splits, T] and, where ``wanted``, of p times code [splits, T, 512]: ``fused_kernels.sum_codes`` in one pass."""
     if wanted:
         return _sum_codes(scorer, tile, targets, hits, shifts)
     splits, each = scorer.splits(tile)
@@ -104,7 +104,7 @@ class Shares(NamedTuple):
         return triton.cdiv(self.pieces + self.blocks - 1, self.blocks)
 
 
-_CUTS = 4
+CUTS = 4
 """Where some blocks are whole, the others are cut into no more than about so many: each segment has memory for all tokens."""
 
 
@@ -113,7 +113,7 @@ def shares(blocks: int, tiles: int, units: int) -> Shares:
     rest = blocks % units
     if not rest:
         return Shares(blocks, 0, 1, 1, 0)
-    pieces = min(units, rest * (tiles if rest == blocks else min(tiles, _CUTS)))
+    pieces = min(units, rest * (tiles if rest == blocks else min(tiles, CUTS)))
     groups = math.gcd(pieces, rest)
     pieces, each = pieces // groups, rest // groups
     return Shares(blocks - rest, groups, pieces, each, pow(each, -1, pieces) if pieces > 1 else 0)

@@ -13,6 +13,7 @@ from .fused_async_kernels import (
     hits_before,
     load_hidden,
     load_prior,
+    load_targets,
     own_rows,
     row_pointers,
     store_total,
@@ -103,11 +104,12 @@ def sum_scores_int8_async(
         bias = upcoming_bias
         at += (tile == upcoming).to(gl.int32)
         upcoming = gl.load(found + at)
+    target, upcoming = load_targets(targets, tokens, BT, SUMS), gl.load(found + early)
     for place in range(early, end):
-        tile = gl.load(found + place)
+        tile, upcoming = upcoming, gl.load(found + place + 1)
         begin = gl.minimum(tile * BV, top)
         z = issue(gl.load(row_pointers(codes, stride, begin, BV, FOURS)), parts, zero, BV, LEFT)
         bias = to_bias(load_prior(prior, begin + row, HAS_PRIOR), level, begin + row >= tile * BV)
         z = warpgroup_mma_wait(0, deps=(z,))
-        running += own_rows(without_targets(probabilities(z, bias, scale), begin, targets, gl.program_id(0) * BT, tokens, BV, BT, SUMS))
+        running += own_rows(without_targets(probabilities(z, bias, scale), begin + row, target))
     store_total(total_out + gl.program_id(1).to(gl.int64) * tokens, running, gl.program_id(0) * BT, tokens)

@@ -116,10 +116,13 @@ def store_total(out, rows, first, tokens):
 
 
 @gluon.jit
-def without_targets(p, begin, targets, start, tokens, BV: gl.constexpr, BT: gl.constexpr, SUMS: gl.constexpr):
-    token = start + gl.arange(0, BT, gl.SliceLayout(0, SUMS))
-    target = gl.load(targets + token, mask=token < tokens, other=-1).to(gl.int32)
-    code = begin + gl.arange(0, BV, gl.SliceLayout(1, SUMS))
+def load_targets(targets, tokens, BT: gl.constexpr, SUMS: gl.constexpr):
+    token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(0, SUMS))
+    return gl.load(targets + token, mask=token < tokens, other=-1).to(gl.int32)
+
+
+@gluon.jit
+def without_targets(p, code, target):
     return gl.where(code[:, None] == target[None, :], 0.0, p)
 
 
@@ -174,8 +177,9 @@ def sum_scores_async(
         bias = upcoming_bias
         at += (tile == upcoming).to(gl.int32)
         upcoming = gl.load(found + at)
+    target, upcoming = load_targets(targets, tokens, BT, SUMS), gl.load(found + early)
     for place in range(early, end):
-        tile = gl.load(found + place)
+        tile, upcoming = upcoming, gl.load(found + place + 1)
         begin = gl.minimum(tile * BV, top)
         packed = as_operand(gl.load(row_pointers(codes, stride, begin, BV, EIGHTS)), BV, LEFT)
         z = zero
@@ -183,5 +187,5 @@ def sum_scores_async(
             z = warpgroup_mma(bit_signs(packed, i), parts.index(i).permute((1, 0)), z, is_async=True)
         bias = to_bias(load_prior(prior, begin + row, HAS_PRIOR), level, begin + row >= tile * BV)
         z = warpgroup_mma_wait(0, deps=(z,))
-        running += own_rows(without_targets(probabilities(z, bias, SCALE), begin, targets, gl.program_id(0) * BT, tokens, BV, BT, SUMS))
+        running += own_rows(without_targets(probabilities(z, bias, SCALE), begin + row, target))
     store_total(total_out + gl.program_id(1).to(gl.int64) * tokens, running, gl.program_id(0) * BT, tokens)

@@ -1,4 +1,4 @@
-"""Gluon: ``fused_kernels.sum_codes`` with sums of codes for sm_90; what it shares with the loss alone is in ``fused_async_kernels``.
+"""Gluon: ``fused_kernels.sum_codes`` with sums for sm_90; what it shares with the loss alone is in ``fused_async_kernels``.
 
 Each trip of the loop multiplies the probabilities of one tile while it computes those of the next, so that products are always on
 their way (modelled: the tensor cores work 96 % of the time):
@@ -33,6 +33,7 @@ from .fused_async_kernels import (
     row_pointers,
     store_total,
     two_slices,
+    without_targets,
 )
 
 
@@ -68,7 +69,7 @@ def segment_of(program, tiles, whole, groups, pieces, blocks, inverse):
         second = (cut >= 0) & (cut % 2 == 1)
         rest = gl.where(cut < 0, number, gl.where(second, pieces - blocks + length, pieces - length))
         p = rest * inverse % pieces
-        within = p * blocks // pieces + second.to(gl.int32)
+        within = p * blocks // pieces + gl.where(second, 1, 0)
         start = gl.where(second, 0, rest)
         slot = p - within * pieces // blocks
         first, last = start * tiles // pieces, (start + length) * tiles // pieces
@@ -225,7 +226,7 @@ def sum_codes_async(
     packed = as_operand(ring.index(0).load(EIGHTS), BV, LEFT)
     z = warpgroup_mma_wait(0, deps=(scores(zero, packed, parts, 0, 2, LEFT),))
     # Each trip: scores of its tile, sums of the one before. After the last tile one more, whose scores count for nothing.
-    for trip in range(0, trips + 1):
+    for trip in range(trips + 1):
         z = scores(z, packed, parts, 2, 8, LEFT)
         barrier()
         words, p = ring.index((trip + 3) & 3), both.index((trip + 1) & 1)
@@ -268,8 +269,8 @@ def sum_codes_async(
         loaded = gl.load(row_pointers(codes, stride, begin, BV, EIGHTS))
         bias = load_bias(prior, tile, begin, row, True, HAS_PRIOR) * LOG2E - level
         z = warpgroup_mma_wait(0, deps=(scores(zero, as_operand(loaded, BV, LEFT), parts, 0, 8, LEFT),))
-        hit = (begin + row)[:, None] == wanted.load(gl.SliceLayout(0, SUMS))[None, :]
-        a, b, c, d = quarters(gl.where(hit, 0.0, probabilities(z, bias, SCALE)))
+        target = wanted.load(gl.SliceLayout(0, SUMS))
+        a, b, c, d = quarters(without_targets(probabilities(z, bias, SCALE), begin + row, target))
         total_a, total_b = total_a + own_rows(a), total_b + own_rows(b)
         total_c, total_d = total_c + own_rows(c), total_d + own_rows(d)
         words.store(loaded)
