@@ -1,9 +1,17 @@
 """Where ``fused``'s passes over the vocabulary go through Gluon (``fused_async_kernels``) instead of Triton, and their launch.
 
-Modelled with waits for sm_90 at T = 8,192, V = 262,144, K = 512 (bench/ledger, "asynchronous"): loss only 2.9 ms instead of 3.5,
-with int8 scores 1.65 instead of 3.0, training 6.5 ms instead of 7.4 with Triton 3.6 and 3.7. Triton 3.9 puts a barrier behind every
-wait, which leaves training nothing of it. Tiles with targets are done one after another: up to 4 % of a training pass (64 tokens,
-2,048 tiles) that no model counts. Training with int8 scores is Triton's.
+Modelled with waits for sm_90 at T = 8,192, V = 262,144, K = 512 (bench/ledger, "asynchronous"), tiles with targets counted as if
+each token had its own: loss only 3.0 ms instead of Triton's 3.5, with int8 scores 1.7 instead of 3.0, training 6.1 instead of 7.4.
+Triton 3.9 puts a barrier behind every wait: training 6.8 ms there.
+
+Training with int8 scores is Triton's. Its second product stays in bfloat16 (p in 8 bits loses accuracy, ``fused_int8``), so of two
+products' time it takes 1.5: at most 1.33 times as fast, which the loss alone passes (1.8 times).
+
+Tried for training and dropped, in cycles of a trip (4,935 of them the tensor cores'): 5,237 as it is; 5,492 with exponentials where
+the assembler puts them and three barriers; 5,497 with ``held`` and those barriers; 5,318 and 5,284 with the first one or two of the
+next tile's products before the barriers, but loads of the next run of tiles behind them; 5,377 with codes loaded again behind the
+barrier; 7,584 with all of the next tile's products before the end of a trip, 6,905 with products in flight when the loop is entered
+(both serialized by the assembler); 5,863 with a loop around a program's segments.
 
 Gluon does not run in Triton's interpreter; its PTX is run by tests/ptx_machine.py instead, and has not yet run on a GPU. Until
 tests/test_gpu.py has passed on one, ``TARGETS`` is empty and the passes are Triton's.

@@ -1,12 +1,7 @@
-"""Gluon: the passes of ``fused_kernels.sum_codes`` for NVIDIA's sm_90, with products that run while their warps do other work.
+"""Gluon: ``fused_kernels.sum_codes`` of the loss alone for NVIDIA's sm_90, with products that run while their warps do other work.
 
-Triton waits after every product of its own; Gluon leaves it to the kernel. Scores of a tile need 32 warp-group products and the
-sums of codes as many; here they are issued in groups whose operands the next ones do not overwrite, and
-
-- the loss alone issues all of a tile's products and waits once;
-- training multiplies the probabilities of one tile while it computes those of the next, between whose exponentials the groups of
-  products are issued. (A register more in flight, and the assembler gives up: "wgmma.mma_async instructions are serialized due to
-  insufficient register resources".)
+Triton waits after every product of its own; Gluon leaves it to the kernel. Scores of a tile need 32 warp-group products; the loss
+alone issues all of them and waits once. Training is in ``fused_async_sums``.
 
 bfloat16, codes of 512 bits in rows of a multiple of 16 halfwords, at least one tile of them: else ``fused_kernels``. Halfwords,
 bits and orders are those of ``fused_scores``, but for the order of a slice's 32 halfwords within the scores' depth
