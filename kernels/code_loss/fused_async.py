@@ -4,8 +4,7 @@ Modelled with waits for sm_90 at T = 8,192, V = 262,144, K = 512 (bench/ledger, 
 each token had its own: loss only 3.0 ms instead of Triton's 3.5, with int8 scores 1.7 instead of 3.0, training 6.1 instead of 7.4.
 Triton 3.9 puts a barrier behind every wait: training 6.8 ms there.
 
-Training with int8 scores is Triton's. Its second product stays in bfloat16 (p in 8 bits loses accuracy, ``fused_int8``), so of two
-products' time it takes 1.5: at most 1.33 times as fast, which the loss alone passes (1.8 times).
+Training with int8 scores is Triton's: it could gain a third at most, because its second product stays in bfloat16 (``fused_int8``).
 
 Tried for training and dropped, in cycles of a trip (4,935 of them the tensor cores'): 5,237 as it is; 5,492 with exponentials where
 the assembler puts them and three barriers; 5,497 with ``held`` and those barriers; 5,318 and 5,284 with the first one or two of the
