@@ -2,12 +2,12 @@
 
 Modelled with waits for sm_90 at T = 8,192, V = 262,144, K = 512 (bench/ledger, "asynchronous"), tiles with targets counted as if
 each token had its own: loss only 3.0 ms instead of Triton's 3.5, with int8 scores 1.7 instead of 3.0, training 6.1 instead of 7.4.
-Triton 3.9 puts a barrier behind every wait: training 6.8 ms there.
+Triton 3.9 puts a barrier behind every wait: training about 6.8 ms there.
 
 Training with int8 scores is Triton's: it could gain a third at most, because its second product stays in bfloat16 (``fused_int8``).
 
 Tried for training and dropped, in cycles of a trip (4,935 of them the tensor cores'): 5,237 as it is; 5,492 with exponentials where
-the assembler puts them and three barriers; 5,497 with ``held`` and those barriers; 5,318 and 5,284 with the first one or two of the
+the assembler puts them and four barriers; 5,497 with ``held`` and those barriers; 5,318 and 5,284 with the first one or two of the
 next tile's products before the barriers, but loads of the next run of tiles behind them; 5,377 with codes loaded again behind the
 barrier; 7,584 with all of the next tile's products before the end of a trip, 6,905 with products in flight when the loop is entered
 (both serialized by the assembler); 5,863 with a loop around a program's segments.
