@@ -238,10 +238,16 @@ class _Group:
         self.write(operands[0], self.read(operands[1], "b32")[np.arange(GROUP) ^ by], active)
 
     def do_redux(self, opcode, operands, active) -> None:
-        if opcode[2] != "add":
-            raise NotImplementedError(".".join(opcode))
-        sums = self.read(operands[1], opcode[-1]).reshape(-1, 32).sum(1, dtype=np.int64)
-        self.write(operands[0], np.repeat(sums, 32).astype(np.int32), active)
+        lanes = self.read(operands[1], opcode[-1]).reshape(-1, 32).astype(np.int64)
+        whole = {"add": lanes.sum, "max": lanes.max}[opcode[2]](1)
+        self.write(operands[0], np.repeat(whole, 32).astype(np.int32), active)
+
+    def do_div(self, opcode, operands, active) -> None:
+        a, b = (self.read(name, opcode[-1]).astype(np.int64) for name in operands[1:])
+        quotient = np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))  # towards zero
+        self.write(operands[0], (quotient if opcode[0] == "div" else a - quotient * b).astype(np.int32), active)
+
+    do_rem = do_div
 
     # Memory.
     def address(self, operand: tuple, kind: str) -> np.ndarray:
@@ -287,7 +293,8 @@ class _Group:
         if "trans" in opcode:
             matrices = matrices.swapaxes(2, 3)
         rows = np.ascontiguousarray(matrices).reshape(-1, 8).view(np.uint8)
-        scatter(self.shared, None, self._matrix_rows(operands[0]).reshape(-1), rows, self.everyone)
+        places = self._matrix_rows(operands[0])[:, : len(operands[1])].reshape(-1)
+        scatter(self.shared, None, places, rows, np.ones(len(places), bool))
 
     # What is asynchronous.
     def do_cp(self, opcode, operands, active) -> None:

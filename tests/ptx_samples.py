@@ -29,7 +29,7 @@ LATEST = {"late": True, "order": lambda groups: groups[::-1]}
 
 
 def launched(made_by: str, what: str, prior: bool) -> Launch:
-    """The pass over the vocabulary that the host code would launch on an sm_90 of one multiprocessor."""
+    """The pass over the vocabulary that the host code would launch on an sm_90 of three multiprocessors."""
     name = GLUON[what] if made_by == "gluon" else "sum_codes"
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,7 +41,7 @@ def launched(made_by: str, what: str, prior: bool) -> Launch:
     options = Options(0.0, 0.0, None, what == "training", False, int8=what.startswith("int8"))
     with (
         mock.patch.object(fused_async, "TARGETS", targets),
-        mock.patch.dict(fused._UNITS, {"sm_90": 1}),
+        mock.patch.dict(fused._UNITS, {"sm_90": 3}),
         recording("sm_90") as launches,
     ):
         fused.losses(hidden, codes, meta(VOCABULARY) if prior else None, meta(TOKENS, dtype=torch.int64), options, outputs)
@@ -59,8 +59,9 @@ def operands(launch: Launch) -> tuple[dict, torch.Tensor, torch.Tensor]:
     reference = (prior.amax() * fused.LOG2E.value).float()
     given = {
         "codes": codes.view(torch.int16), "prior": prior, "reference": reference, "targets": targets,
-        "hits": hits(targets, launch), "flags": torch.zeros(TOKENS, dtype=torch.int32), "references": torch.zeros(TOKENS),
-        "factors": torch.zeros(TOKENS), "shifts": (12 - 4 * (torch.arange(128) // 32)).to(torch.int16),
+        "hits": hits(targets, launch), "runs": runs(hits(targets, launch)), "flags": torch.zeros(TOKENS, dtype=torch.int32),
+        "references": torch.zeros(TOKENS), "factors": torch.zeros(TOKENS),
+        "shifts": (12 - 4 * (torch.arange(128) // 32)).to(torch.int16),
     }  # fmt: skip
     if launch.name == GLUON["int8 loss"]:
         integers, scales = quantise(hidden)
@@ -88,12 +89,22 @@ def hits(targets: torch.Tensor, launch: Launch) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+def runs(hits: torch.Tensor) -> torch.Tensor:
+    """What ``list_runs`` writes."""
+    result = torch.full((len(hits), 2, hits.shape[1]), 2**31 - 1, dtype=torch.int32)
+    for row, found in zip(result, hits.tolist(), strict=True):
+        tiles = [tile for tile in found if tile < 2**31 - 1]
+        firsts, ends = [t for t in tiles if t - 1 not in tiles], [t + 1 for t in tiles if t + 1 not in tiles]
+        row[0, : len(firsts)], row[1, : len(ends)] = torch.tensor(firsts), torch.tensor(ends)
+    return result
+
+
 def raw(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
 
 
 def execute(launch: Launch, program: Program, given: dict, **how) -> tuple[np.ndarray, np.ndarray]:
-    """(sums of p, sums of p times code) of all programs of the launch; memory that no program writes is NaN."""
+    """(sums of p, sums of p times code) of all programs of the launch; memory that neither they nor the host write is NaN."""
     memory, arguments, outputs = Memory(), [], {}
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
@@ -102,13 +113,14 @@ def execute(launch: Launch, program: Program, given: dict, **how) -> tuple[np.nd
         if isinstance(value, torch.Tensor):
             name = parameter.name
             output = np.full(value.shape, np.nan, np.float32) if name.endswith("_out") else None
+            if output is not None and launch.name == GLUON["training"]:
+                output[1:] = 0
             arguments.append(memory.place(raw(given[name]) if output is None else output))
             outputs |= {} if output is None else {name: (arguments[-1], output)}
         else:
             arguments.append(int(value))
-    for x in range(launch.grid[0]):
-        for y in range(launch.grid[1]):
-            program.run(arguments, memory, (x, y, 0), **how)
+    for block in np.ndindex(*launch.grid):
+        program.run(arguments, memory, (*block, 0, 0)[:3], **how)
     total, sums = (memory.array(*outputs[name]) if name in outputs else np.zeros(()) for name in ("total_out", "sums_out"))
     return total.sum(0), sums.sum(0) if sums.ndim else sums
 

@@ -160,6 +160,7 @@ def test_of_two_loops_with_the_same_products_the_first_is_the_main_loop():
         EXIT
     """)
     assert opcodes(found.instructions) == {"HMMA": 1, "BRA": 1} and opcodes(found.rest)["ISETP"] == 1
+    assert opcodes(found.beside) == {"HMMA": 1, "ISETP": 1, "BRA": 1}
 
 
 def test_the_inner_loop_is_the_main_loop_and_the_outer_encloses_it():

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,26 @@ def test_an_unrolled_loop_makes_fewer_trips():
         limits(H200, compiled(), body(instructions(FFMA=8 * n), unrolled=n), Work(iterations=100), 132, 4)["fma"] for n in (1, 4)
     )
     assert plain == pytest.approx(unrolled)
+
+
+def test_a_loop_beside_the_main_one_makes_the_trips_that_are_declared():
+    product = (Instruction("HMMA", "HMMA.16816.F32.BF16 R4, R8, R12, R4"),)
+    loop, later = product + instructions(FFMA=8), product + instructions(FFMA=16)
+    found = [
+        limits(H200, compiled(), replace(body(loop, later), beside=later), Work(iterations=100, beside=beside), 132, 4)["fma"]
+        for beside in (None, 1, 6)  # None: its one trip is of the 100
+    ]
+    cycle = 1 / H200.clock
+    assert found == [pytest.approx(n * cycle) for n in (99 * 8 + 16, 100 * 8 + 16, 100 * 8 + 6 * 16)]
+
+
+def test_programs_that_end_together_leave_no_unit_idle():
+    held, work = body(instructions(FFMA=8)), Work(iterations=100)
+    whole, uneven, even = (
+        limits(H200, compiled(), held, w, n, 4)["fma"] for w, n in ((work, 264), (work, 200), (replace(work, even=True), 200))
+    )
+    assert uneven == whole and even == pytest.approx(whole * 200 / 264)
+    assert limits(H200, compiled(), held, replace(work, even=True), 60, 4)["fma"] == pytest.approx(whole / 2)
 
 
 def test_latency_counts_rounds_of_resident_programs_and_the_longest_program():

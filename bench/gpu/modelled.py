@@ -38,7 +38,7 @@ def run(request: Request) -> bool:
     with recording(target) if request.rehearse else contextlib.nullcontext():
         for op in fused_ops():
             try:
-                cases = declarations(op).CASES
+                cases = [case for case in declarations(op).CASES if case.is_for(target)]
             except UserError as error:
                 fine = refuse(request, op, "all", str(error))
                 continue

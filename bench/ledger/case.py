@@ -33,6 +33,9 @@ class Work:
     dtype       of the matrix unit: "bf16" (fp16 too), "tf32", "int8", "fp32" (AMD); None without one
     iterations  trips of the source's main loop per program (mean over the programs when they differ)
     outer       trips of the loops around it, per program
+    beside      trips of each later loop with matrix products, per program (tiles done with more care); None: they are of the main
+                loop's work, which the compiler put there
+    even        programs of different lengths that keep all units busy to the end: the mean says all
     chain       dependent accesses of one program, start to end
     longest     chain of the longest program where programs differ, else None
     """
@@ -44,6 +47,8 @@ class Work:
     dtype: str | None = None
     iterations: float = 1
     outer: float = 1
+    beside: float | None = None
+    even: bool = False
     chain: Chain = Chain()
     longest: Chain | None = None
 
@@ -79,6 +84,7 @@ class Case:
     waits_shares  the same for the share that is left when waits are counted (timeline_launch.py)
     spills     whether spilled registers may be used in the main loop as long as they do not bind (rules.local_memory)
     baselines  name -> passes of another way to compute the same, for comparison
+    only       the one target that it is for; None for every chip
     """
 
     name: str
@@ -92,6 +98,10 @@ class Case:
     waits_shares: Mapping[str, float] = field(default_factory=dict)
     spills: bool = False
     baselines: Mapping[str, tuple[Pass, ...]] = field(default_factory=dict)
+    only: str | None = None
+
+    def is_for(self, target: str) -> bool:
+        return self.only in (None, target)
 
 
 def fused_ops() -> list[str]:

@@ -129,6 +129,7 @@ class Body:
     instructions  of one trip of the loop in machine code
     enclosing     of one trip of the loops around it, their own instructions only
     rest          everything else, once
+    beside        of one trip of each loop with matrix instructions behind the main one and not around it; part of ``rest``
     unrolled      trips of the source's loop in one trip here, as seen from the remainder loop beside it (1 when there is none)
     looped        False when the kernel has no loop
     """
@@ -138,6 +139,7 @@ class Body:
     rest: tuple[Instruction, ...]
     unrolled: int
     looped: bool
+    beside: tuple[Instruction, ...] = ()
 
 
 def main_body(code: Code, is_matrix, is_wait, is_memory) -> Body:
@@ -160,7 +162,9 @@ def main_body(code: Code, is_matrix, is_wait, is_memory) -> Body:
     counted = {id(i) for i in (*main.own, *enclosing)}
     remainders = [loop for loop in loops if loop.parent == main.parent and loop.header > main.header]
     rest = tuple(i for i in whole if id(i) not in counted)
-    return Body(main.own, enclosing, rest, unrolling(main, remainders, is_memory), True)
+    later = [loop for loop in remainders if products[loop]]
+    beside = tuple(i for loop in later for i in loop.own)
+    return Body(main.own, enclosing, rest, unrolling(main, remainders, is_memory), True, beside)
 
 
 def unrolling(main: Loop, others: list[Loop], is_work) -> int:

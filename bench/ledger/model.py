@@ -89,15 +89,26 @@ def loop_trips(body: Body, work: Work, machine: ModuleType) -> float:
     """
     if not body.looped:
         return 0.0
-    each, rest = (sum(costs(part, machine).flops.values()) for part in (body.instructions, body.rest))
+    each, rest, beside = (sum(costs(part, machine).flops.values()) for part in (body.instructions, body.rest, body.beside))
+    rest -= 0 if work.beside is None else beside
     return max(work.iterations / body.unrolled - (rest / each if each else 0), 0)
 
 
 def per_warp(body: Body, work: Work, machine: ModuleType) -> Costs:
-    """All that one warp of a program does: the main loop's trips, the loops around it, and the rest once."""
+    """All that one warp of a program does: the main loop's trips, the loops around and beside it, and the rest once."""
     trips = loop_trips(body, work, machine) if body.looped else 1.0
-    loop, around, rest = (costs(part, machine) for part in (body.instructions, body.enclosing, body.rest))
-    return rest.plus(around, work.outer).plus(loop, trips)
+    loop, around, beside, rest = (costs(part, machine) for part in (body.instructions, body.enclosing, body.beside, body.rest))
+    return rest.plus(around, work.outer).plus(beside, again(work)).plus(loop, trips)
+
+
+def again(work: Work) -> float:
+    """Trips of the loops beside the main one beyond the one that is part of the rest."""
+    return 0.0 if work.beside is None else work.beside - 1
+
+
+def busiest(chip: Chip, work: Work, programs: int) -> float:
+    """How many programs the busiest unit does."""
+    return max(programs / chip.units, 1) if work.even else math.ceil(programs / chip.units)
 
 
 def limits(chip: Chip, compiled: Compiled, body: Body, work: Work, programs: int, warps: int) -> dict[str, float]:
@@ -106,7 +117,7 @@ def limits(chip: Chip, compiled: Compiled, body: Body, work: Work, programs: int
     if not held:
         raise ValueError(f"a program does not fit on {chip.name}: {compiled.shared} bytes shared, {compiled.registers} registers")
     warp = per_warp(body, work, isa(compiled.target))
-    most = math.ceil(programs / chip.units)  # programs of the busiest unit
+    most = busiest(chip, work, programs)
     rounds = math.ceil(most / held)
     seconds = 1 / chip.clock
     # A warp issues at most once a cycle, so few warps cannot fill four schedulers.

@@ -152,7 +152,8 @@ def jobs(ops: Sequence[str], targets: Sequence[str], kernels: Sequence[str] = ()
     for kernel in kernels:
         if kernel not in named:
             raise UsageError(unknown_name("kernel", kernel, named))
-    return [(op, i, target) for op in ops or known for i in range(len(declarations(op).CASES)) for target in targets]
+    cases = [(op, i, case) for op in ops or known for i, case in enumerate(declarations(op).CASES)]
+    return [(op, i, target) for op, i, case in cases for target in targets if case.is_for(target)]
 
 
 def make_rows(todo: Sequence[tuple], processes: int) -> list[dict]:

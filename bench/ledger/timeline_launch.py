@@ -9,7 +9,7 @@ from bench.ledger.case import Work
 from bench.ledger.chips import RAMP, Chip
 from bench.ledger.compiler import Compiled
 from bench.ledger.flow import Body, Instruction
-from bench.ledger.model import loop_trips, per_warp, resident
+from bench.ledger.model import again, busiest, loop_trips, per_warp, resident
 from bench.ledger.timeline import Memory, Run, simulate
 from bench.ledger.timeline_steps import SUB_CORES, steps
 
@@ -82,8 +82,9 @@ class Timeline:
         on, memory = place(held, self.warps), self._memory(held, trips)
         main = self._repeat(self.body.instructions, on, trips, memory)
         around = self._repeat(self.body.enclosing, on, self.work.outer, memory)
+        beside = self._repeat(self.body.beside, on, again(self.work), memory)
         rest = self._repeat(self.body.rest, on, 1, memory)
-        return main.total + around.total + rest.total, main
+        return main.total + around.total + beside.total + rest.total, main
 
     def _repeat(self, part: Sequence[Instruction], on: Place, trips: float, memory: Memory) -> _Part:
         if not part or trips <= 0:
@@ -98,7 +99,8 @@ class Timeline:
     def _memory(self, held: int, trips: float) -> Memory:
         """Every byte that the code moves takes its part of the time that the launch's declared bytes take."""
         body = self.body
-        parts = ((body.instructions, trips if body.looped else 1), (body.enclosing, self.work.outer), (body.rest, 1))
+        inner, around = (body.instructions, trips if body.looped else 1), (body.enclosing, self.work.outer)
+        parts = (inner, around, (body.beside, again(self.work)), (body.rest, 1))
         moved = self.warps * sum(n * sass.global_bytes(i) for part, n in parts for i in part)
         cycles = self.moving * self.chip.clock * min(self.chip.units, self.programs) / self.programs  # of one program
         sharers = place(held, self.warps).sharers
@@ -121,8 +123,8 @@ def waits(
     Raises ValueError for an instruction that the timeline has no latency for.
     """
     timeline = Timeline(chip, body, work, programs, warps, max(found["L2"], found["HBM"]), latency)
-    most = math.ceil(programs / chip.units)  # programs of the busiest unit
-    held = min(resident(chip, compiled, warps), most)
+    most = busiest(chip, work, programs)
+    held = min(resident(chip, compiled, warps), math.ceil(most))
     outside = 0.0
     if not body.looped:  # the whole kernel is the loop: programs follow each other without a gap
         total, main = timeline.side_by_side(held, most / held)
@@ -130,8 +132,8 @@ def waits(
         trips = loop_trips(body, work, sass)
         total, main = timeline.side_by_side(held, trips)
         outside = 1 - main.total / total if total else 0
-        total *= most // held
-        total += timeline.side_by_side(most % held, trips)[0] if most % held else 0
+        rounds, left = (most / held, 0) if work.even else divmod(most, held)
+        total = total * rounds + (timeline.side_by_side(left, trips)[0] if left else 0)
     everything = sum(main.run.spent.values()) or 1
     spent = {cause: share / everything for cause, share in main.run.spent.most_common()}
     longest = main.run.waited.most_common(SHOWN)

@@ -113,10 +113,13 @@ class _Scorer:
         # The hidden tile and the sums grow with the width; so the tokens shrink.
         return replace(tile, tokens=max(16, tile.tokens * 32 // max(32, self.slots)))
 
+    def units(self) -> int:
+        return _UNITS.get(self.target, 128)
+
     def splits(self, tile: _Tile) -> tuple[int, int]:
         """(number of splits of the vocabulary, tiles in each): as many as fill the chip once, whatever V is."""
         tiles = triton.cdiv(self.vocabulary, tile.codes)
-        wanted = max(1, tile.held * _UNITS.get(self.target, 128) // max(1, triton.cdiv(self.tokens, tile.tokens)))
+        wanted = max(1, tile.held * self.units() // max(1, triton.cdiv(self.tokens, tile.tokens)))
         each = triton.cdiv(tiles, min(wanted, tiles))
         return triton.cdiv(tiles, each), each
 
@@ -284,15 +287,14 @@ class _Loss:
         tile = scorer.tile("sums" if wanted else "loss")
         if asynchronous:
             tile = _Tile(*fused_async.TILES["int8 loss" if scorer.int8 else "sums" if wanted else "loss"])
+        targets = self.summed[1]
+        rows = torch.arange(4 * scorer.slots, device=targets.device) // scorer.slots
+        shifts = (12 - 4 * rows).to(torch.int16)
+        if asynchronous:
+            return fused_async.sum_codes(scorer, tile, targets, self.hits(tile), shifts, wanted)
         splits, each = scorer.splits(tile)
         totals = scorer.empty(splits, scorer.tokens)
         sums = scorer.empty(splits, scorer.tokens, 16 * scorer.slots) if wanted else totals
-        rows = torch.arange(4 * scorer.slots, device=totals.device) // scorer.slots
-        shifts = (12 - 4 * rows).to(torch.int16)
-        targets = self.summed[1]
-        if asynchronous:
-            fused_async.sum_codes(scorer, tile, targets, self.hits(tile), totals, sums if wanted else None, shifts)
-            return totals, sums
         launch(
             sum_codes,
             (triton.cdiv(scorer.tokens, tile.tokens), splits),

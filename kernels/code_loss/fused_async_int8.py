@@ -13,6 +13,7 @@ from .fused_async_kernels import (
     hits_before,
     load_hidden,
     load_prior,
+    load_targets,
     own_rows,
     row_pointers,
     store_total,
@@ -73,7 +74,7 @@ def sum_scores_int8_async(
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[BV, 16],
     )  # fmt: skip
     parts = gl.allocate_shared_memory(gl.int8, [8, BT, 64], gl.NVMMASharedLayout(64, 8, 2))
-    load_hidden(parts, hidden, tokens, 64, BT, NW)
+    load_hidden(parts, hidden, gl.program_id(0) * BT, tokens, 64, BT, NW)
     fence_async_shared()
     token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(0, SUMS))
     scale = gl.load(scales + token, mask=token < tokens, other=0.0) * (1 / 64) * SCALE * LOG2E
@@ -103,11 +104,12 @@ def sum_scores_int8_async(
         bias = upcoming_bias
         at += (tile == upcoming).to(gl.int32)
         upcoming = gl.load(found + at)
+    target, upcoming = load_targets(targets, tokens, BT, SUMS), gl.load(found + early)
     for place in range(early, end):
-        tile = gl.load(found + place)
+        tile, upcoming = upcoming, gl.load(found + place + 1)
         begin = gl.minimum(tile * BV, top)
         z = issue(gl.load(row_pointers(codes, stride, begin, BV, FOURS)), parts, zero, BV, LEFT)
         bias = to_bias(load_prior(prior, begin + row, HAS_PRIOR), level, begin + row >= tile * BV)
         z = warpgroup_mma_wait(0, deps=(z,))
-        running += own_rows(without_targets(probabilities(z, bias, scale), begin, targets, tokens, BV, BT, SUMS))
+        running += own_rows(without_targets(probabilities(z, bias, scale), begin + row, target))
     store_total(total_out + gl.program_id(1).to(gl.int64) * tokens, running, gl.program_id(0) * BT, tokens)

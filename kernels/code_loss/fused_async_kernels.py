@@ -1,12 +1,7 @@
-"""Gluon: the passes of ``fused_kernels.sum_codes`` for NVIDIA's sm_90, with products that run while their warps do other work.
+"""Gluon: ``fused_kernels.sum_codes`` of the loss alone for NVIDIA's sm_90, with products that run while their warps do other work.
 
-Triton waits after every product of its own; Gluon leaves it to the kernel. Scores of a tile need 32 warp-group products and the
-sums of codes as many; here they are issued in groups whose operands the next ones do not overwrite, and
-
-- the loss alone issues all of a tile's products and waits once;
-- training multiplies the probabilities of one tile while it computes those of the next, between whose exponentials the groups of
-  products are issued. (A register more in flight, and the assembler gives up: "wgmma.mma_async instructions are serialized due to
-  insufficient register resources".)
+Triton waits after every product of its own; Gluon leaves it to the kernel. Scores of a tile need 32 warp-group products; the loss
+alone issues all of them and waits once. Training is in ``fused_async_sums``.
 
 bfloat16, codes of 512 bits in rows of a multiple of 16 halfwords, at least one tile of them: else ``fused_kernels``. Halfwords,
 bits and orders are those of ``fused_scores``, but for the order of a slice's 32 halfwords within the scores' depth
@@ -54,15 +49,6 @@ def halves(x):
 
 
 @gluon.jit
-def quarters(x):
-    """[N, M] as four [N, M / 4], from left to right: a renaming of registers."""
-    left, right = halves(x)
-    a, b = halves(left)
-    c, d = halves(right)
-    return a, b, c, d
-
-
-@gluon.jit
 def as_operand(words, BV: gl.constexpr, LEFT: gl.constexpr):
     """Loaded halfwords [BV, 32], eight neighbours a thread: as the left operand of a product has them."""
     spread = gl.permute(gl.reshape(words, (BV, 4, 2, 2, 2)), (0, 2, 3, 1, 4))
@@ -83,10 +69,10 @@ def row_pointers(codes, stride, begin, BV: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def load_hidden(parts, hidden, tokens, DEPTH: gl.constexpr, BT: gl.constexpr, NW: gl.constexpr):
+def load_hidden(parts, hidden, start, tokens, DEPTH: gl.constexpr, BT: gl.constexpr, NW: gl.constexpr):
     """The program's hidden states to shared memory [512 / DEPTH, BT, DEPTH]."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 128 // hidden.dtype.element_ty.primitive_bitwidth], [8, 4], [NW, 1], [1, 0])
-    token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(1, LAYOUT))
+    token = start + gl.arange(0, BT, gl.SliceLayout(1, LAYOUT))
     place = gl.arange(0, DEPTH, gl.SliceLayout(0, LAYOUT))
     row = hidden + token.to(gl.int64)[:, None] * 512
     for i in gl.static_range(512 // DEPTH):
@@ -125,29 +111,21 @@ def store_total(out, rows, first, tokens):
 
 
 @gluon.jit
-def without_targets(p, begin, targets, tokens, BV: gl.constexpr, BT: gl.constexpr, SUMS: gl.constexpr):
+def load_targets(targets, tokens, BT: gl.constexpr, SUMS: gl.constexpr):
     token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(0, SUMS))
-    target = gl.load(targets + token, mask=token < tokens, other=-1).to(gl.int32)
-    code = begin + gl.arange(0, BV, gl.SliceLayout(1, SUMS))
+    return gl.load(targets + token, mask=token < tokens, other=-1).to(gl.int32)
+
+
+@gluon.jit
+def without_targets(p, code, target):
     return gl.where(code[:, None] == target[None, :], 0.0, p)
 
 
 @gluon.jit
 def hits_before(row, tile, BT: gl.constexpr, NW: gl.constexpr):
     """How many of this program's hits come before ``tile``."""
-    found = gl.load(row + gl.arange(0, BT, gl.BlockedLayout([1], [32], [NW], [0])))
+    found = gl.load(row + gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [NW], [0])))
     return gl.sum((found < tile).to(gl.int32), 0)
-
-
-@gluon.jit
-def scores(words, parts, zero, LEFT: gl.constexpr):
-    """codes . hidden [BV, BT]: products of depth 64, each unpacked while the one before runs."""
-    z = warpgroup_mma(two_slices(words, 0, LEFT), parts.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    for i in gl.static_range(1, 8):
-        left = two_slices(words, i, LEFT)
-        z = warpgroup_mma_wait(0, deps=(z,))
-        z = warpgroup_mma(left, parts.index(i).permute((1, 0)), z, is_async=True)
-    return z
 
 
 @gluon.jit(do_not_specialize=["tokens", "vocabulary", "tiles"])
@@ -163,7 +141,7 @@ def sum_scores_async(
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[BV, 32],
     )  # fmt: skip
     parts = gl.allocate_shared_memory(gl.bfloat16, [16, BT, 32], gl.NVMMASharedLayout(64, 16, 2))
-    load_hidden(parts, hidden, tokens, 32, BT, NW)
+    load_hidden(parts, hidden, gl.program_id(0) * BT, tokens, 32, BT, NW)
     fence_async_shared()
     first = gl.program_id(1) * tiles
     last = gl.minimum(first + tiles, gl.cdiv(vocabulary, BV))
@@ -194,8 +172,9 @@ def sum_scores_async(
         bias = upcoming_bias
         at += (tile == upcoming).to(gl.int32)
         upcoming = gl.load(found + at)
+    target, upcoming = load_targets(targets, tokens, BT, SUMS), gl.load(found + early)
     for place in range(early, end):
-        tile = gl.load(found + place)
+        tile, upcoming = upcoming, gl.load(found + place + 1)
         begin = gl.minimum(tile * BV, top)
         packed = as_operand(gl.load(row_pointers(codes, stride, begin, BV, EIGHTS)), BV, LEFT)
         z = zero
@@ -203,149 +182,5 @@ def sum_scores_async(
             z = warpgroup_mma(bit_signs(packed, i), parts.index(i).permute((1, 0)), z, is_async=True)
         bias = to_bias(load_prior(prior, begin + row, HAS_PRIOR), level, begin + row >= tile * BV)
         z = warpgroup_mma_wait(0, deps=(z,))
-        running += own_rows(without_targets(probabilities(z, bias, SCALE), begin, targets, tokens, BV, BT, SUMS))
+        running += own_rows(without_targets(probabilities(z, bias, SCALE), begin + row, target))
     store_total(total_out + gl.program_id(1).to(gl.int64) * tokens, running, gl.program_id(0) * BT, tokens)
-
-
-@gluon.jit
-def add_chunk(sum0, sum1, sum2, sum3, words, shift, p, C: gl.constexpr, DEPTH: gl.constexpr, IN: gl.constexpr, LEFT: gl.constexpr):
-    """Issue code^T . p for DEPTH codes of a tile to the four accumulators, of which two groups stay in flight."""
-    across = words.slice(C * DEPTH, DEPTH, 0).permute((1, 0)).load(gl.SliceLayout(0, IN))
-    across, _ = gl.broadcast(gl.expand_dims(across, 0), gl.full((4, 32, DEPTH), 0, gl.int16, IN))
-    across = align_rows(gl.convert_layout(gl.reshape(across, (128, DEPTH)), LEFT, assert_trivial=True), shift)
-    right = p.slice(C * DEPTH, DEPTH, 0)
-    sum0, sum1, sum2, sum3 = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3))
-    sum0 = warpgroup_mma(bit_signs(across, 12), right, sum0, is_async=True)
-    sum0, sum1, sum2, sum3 = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3))
-    sum1 = warpgroup_mma(bit_signs(across, 13), right, sum1, is_async=True)
-    sum0, sum1, sum2, sum3 = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3))
-    sum2 = warpgroup_mma(bit_signs(across, 14), right, sum2, is_async=True)
-    sum0, sum1, sum2, sum3 = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3))
-    sum3 = warpgroup_mma(bit_signs(across, 15), right, sum3, is_async=True)
-    return sum0, sum1, sum2, sum3
-
-
-@gluon.jit
-def fetch(ring, slot, codes, stride, begin, BV: gl.constexpr, NW: gl.constexpr):
-    copy_async(ring.index(slot), row_pointers(codes, stride, begin, BV, gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])))
-    async_copy.commit_group()
-
-
-@gluon.jit(do_not_specialize=["tokens", "vocabulary", "tiles"])
-def sum_codes_async(
-    hidden, codes, stride, prior, reference, targets, hits, shifts, total_out, sums_out, tokens, vocabulary, tiles,
-    SCALE: gl.constexpr, HAS_PRIOR: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """``sum_codes`` with sums: BT = 64 tokens against ``tiles`` tiles of BV = 128 codes, the targets left out; 8 warps."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[NW, 1], instr_shape=[16, BT, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
-    EIGHTS: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]], lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [64, 0]], block_bases=[], shape=[BV, 32],
-    )  # fmt: skip
-    DEPTH: gl.constexpr = 32
-    # [bits 4 at a time, halfwords, codes]: as [128, DEPTH] the left operand of the sums. Threads of other bits load the same words.
-    IN: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[0, 16, 0], [1, 0, 0], [2, 0, 0]], block_bases=[], shape=[4, 32, DEPTH],
-    )  # fmt: skip
-    parts = gl.allocate_shared_memory(gl.bfloat16, [8, BT, 64], gl.NVMMASharedLayout(128, 16, 2))
-    ring = gl.allocate_shared_memory(gl.int16, [4, BV, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-    both = gl.allocate_shared_memory(gl.bfloat16, [2, BV, BT], gl.NVMMASharedLayout(128, 16, 2))
-    load_hidden(parts, hidden, tokens, 64, BT, NW)
-    first = gl.program_id(1) * tiles
-    last = gl.minimum(first + tiles, gl.cdiv(vocabulary, BV))
-    level = 0.0
-    if HAS_PRIOR:
-        level = gl.load(reference)
-    row = gl.arange(0, BV, gl.SliceLayout(1, SUMS))
-    found = hits + gl.program_id(0) * (BT + 1)
-    early, end = hits_before(found, first, BT, NW), hits_before(found, last, BT, NW)
-    at = found + early
-    upcoming = gl.load(at)
-    shift = gl.load(shifts + gl.arange(0, 128, gl.SliceLayout(1, LEFT)))
-    shift, _ = gl.broadcast(shift[:, None], gl.full((128, DEPTH), 0, gl.int16, LEFT))
-    top = vocabulary - BV
-    for i in gl.static_range(3):
-        fetch(ring, i, codes, stride, gl.minimum((first + i) * BV, top), BV, NW)
-    zero = gl.zeros((BV, BT), gl.float32, SUMS)
-    # Sums of p of a quarter of the tokens each.
-    first_quarter, _, _, _ = quarters(zero)
-    total_a = own_rows(first_quarter)
-    total_b, total_c, total_d = total_a, total_a, total_a
-    sum0 = gl.zeros((128, BT), gl.float32, SUMS)
-    sum1, sum2, sum3 = sum0, sum0, sum0
-    bias = load_prior(prior, gl.minimum(first * BV, top) + row, HAS_PRIOR)
-    both.index(1).store(zero.to(gl.bfloat16))  # there is no tile before the first
-    fence_async_shared()
-    async_copy.wait_group(2)
-    barrier()
-    # Each trip: scores of its tile, sums of the one before. After the last tile one more, whose scores count for nothing.
-    for tile in range(first, last + 1):
-        begin, trip = gl.minimum(tile * BV, top), tile - first
-        z = scores(as_operand(ring.index(trip & 3).load(EIGHTS), BV, LEFT), parts, zero, LEFT)
-        words, p = ring.index((trip + 3) & 3), both.index((trip + 1) & 1)
-        sum0, sum1, sum2, sum3 = add_chunk(sum0, sum1, sum2, sum3, words, shift, p, 0, DEPTH, IN, LEFT)
-        z, sum0, sum1, sum2, sum3 = warpgroup_mma_wait(2, deps=(z, sum0, sum1, sum2, sum3))
-        bias = to_bias(bias, level, (begin + row >= tile * BV) & (tile != upcoming) & (tile < last))
-        a, b, c, d = quarters(z)
-        a, b = probabilities(a, bias, SCALE), probabilities(b, bias, SCALE)
-        total_a += own_rows(a)
-        total_b += own_rows(b)
-        a, b = a.to(gl.bfloat16), b.to(gl.bfloat16)
-        # What goes through a wait is computed before it, and what comes of it after: else the compiler computes all at once.
-        sum0, sum1, sum2, sum3, a, b, c, d = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3, a, b, c, d))
-        sum0, sum1, sum2, sum3 = add_chunk(sum0, sum1, sum2, sum3, words, shift, p, 1, DEPTH, IN, LEFT)
-        sum0, sum1, sum2, sum3, c, d = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3, c, d))
-        c, d = probabilities(c, bias, SCALE), probabilities(d, bias, SCALE)
-        total_c += own_rows(c)
-        total_d += own_rows(d)
-        c, d = c.to(gl.bfloat16), d.to(gl.bfloat16)
-        sum0, sum1, sum2, sum3, a, b, c, d = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3, a, b, c, d))
-        sum0, sum1, sum2, sum3 = add_chunk(sum0, sum1, sum2, sum3, words, shift, p, 2, DEPTH, IN, LEFT)
-        both.index(trip & 1).store(gl.convert_layout(beside(beside(a, b), beside(c, d)), SUMS, assert_trivial=True))
-        fence_async_shared()
-        sum0, sum1, sum2, sum3 = add_chunk(sum0, sum1, sum2, sum3, words, shift, p, 3, DEPTH, IN, LEFT)
-        bias = load_prior(prior, gl.minimum((tile + 1) * BV, top) + row, HAS_PRIOR)
-        at += (tile == upcoming).to(gl.int32)
-        upcoming = gl.load(at)
-        sum0, sum1, sum2, sum3 = warpgroup_mma_wait(2, deps=(sum0, sum1, sum2, sum3))
-        async_copy.wait_group(1)
-        barrier()
-        fetch(ring, (trip + 3) & 3, codes, stride, gl.minimum((tile + 3) * BV, top), BV, NW)
-    async_copy.wait_group(0)
-    sum0, sum1, sum2, sum3 = warpgroup_mma_wait(0, deps=(sum0, sum1, sum2, sum3))
-    p, words = both.index(0), ring.index(0)
-    for place in range(early, end):
-        tile = gl.load(found + place)
-        begin = gl.minimum(tile * BV, top)
-        loaded = gl.load(row_pointers(codes, stride, begin, BV, EIGHTS))
-        bias = to_bias(load_prior(prior, begin + row, HAS_PRIOR), level, begin + row >= tile * BV)
-        z = warpgroup_mma_wait(0, deps=(scores(as_operand(loaded, BV, LEFT), parts, zero, LEFT),))
-        z = without_targets(probabilities(z, bias, SCALE), begin, targets, tokens, BV, BT, SUMS)
-        a, b, c, d = quarters(z)
-        total_a += own_rows(a)
-        total_b += own_rows(b)
-        total_c += own_rows(c)
-        total_d += own_rows(d)
-        words.store(loaded)
-        p.store(z.to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        for i in gl.static_range(4):
-            sum0, sum1, sum2, sum3 = add_chunk(sum0, sum1, sum2, sum3, words, shift, p, i, DEPTH, IN, LEFT)
-        sum0, sum1, sum2, sum3 = warpgroup_mma_wait(0, deps=(sum0, sum1, sum2, sum3))
-    split = gl.program_id(1).to(gl.int64) * tokens
-    token = gl.program_id(0) * BT
-    store_total(total_out + split, total_a, token, tokens)
-    store_total(total_out + split, total_b, token + BT // 4, tokens)
-    store_total(total_out + split, total_c, token + BT // 2, tokens)
-    store_total(total_out + split, total_d, token + 3 * BT // 4, tokens)
-    token = gl.program_id(0) * BT + gl.arange(0, BT, gl.SliceLayout(0, SUMS))
-    place, real = gl.arange(0, 128, gl.SliceLayout(1, SUMS)), (token < tokens)[None, :]
-    out = sums_out + (split + token)[None, :] * 512 + ((place // 32) * 128 + place % 32)[:, None]
-    gl.store(out, sum0, mask=real)
-    gl.store(out + 32, sum1, mask=real)
-    gl.store(out + 64, sum2, mask=real)
-    gl.store(out + 96, sum3, mask=real)

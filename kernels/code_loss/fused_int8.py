@@ -5,8 +5,9 @@ b * 2 W + j. Slice b, bit b of all bytes, takes one shift and one logic instruct
 one bit only (0x40 and 0xC0; +1 and -1 in seven). The factor 64 goes into the token's scale.
 
 Everything else is that of ``fused_kernels``: p meets the codes in bfloat16, one part whatever the dtype of hidden. So int8 halves
-the first of the two products of training and the only one of the loss alone. Tried in simulation for the second, on a trained run,
-and dropped (error of the gradient with int8 scores and p exact, or in bfloat16: 0.4 %):
+the only product of the loss alone (at most 2 times as fast) and the first of training's two (0.5 + 1 instead of 2: at most 1.33
+times). Tried in simulation for the second, on a trained run, and dropped (error of the gradient with int8 scores and p exact, or in
+bfloat16: 0.4 %):
 
 - p in 8-bit integers, exact sums: 0.7 to 0.9 % in units of the row's largest p / 254, 1.7 to 2.2 % of four times that. The unit
   has to be known before the pass that needs it, and a pass that finds it costs what the second product would save.

@@ -295,6 +295,24 @@ def list_hits(targets, out, tokens, BV: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
+def list_runs(hits, out, BT: tl.constexpr):
+    """Runs of neighbouring tiles in ``list_hits``'s rows: first tiles, then tiles behind them, both ending in NEVER;
+    int32 [programs, 2, BT + 1]."""
+    place, row = tl.arange(0, BT), hits + tl.program_id(0) * (BT + 1)
+    tile = tl.load(row + place)
+    before, after = tl.load(row + place - 1, mask=place > 0, other=-2), tl.load(row + place + 1)
+    begins, ends = (tile < NEVER) & (tile != before + 1), (tile < NEVER) & (tile + 1 != after)
+    rest = tl.arange(0, 2 * BT)
+    missing = (rest >= tl.sum(begins.to(tl.int32), 0)) & (rest <= BT)
+    starts = out + tl.program_id(0) * (2 * BT + 2)
+    tl.store(starts + tl.cumsum(begins.to(tl.int32), 0) - 1, tile, mask=begins)
+    tl.store(starts + rest, NEVER, mask=missing)
+    stops = starts + (BT + 1)
+    tl.store(stops + tl.cumsum(ends.to(tl.int32), 0) - 1, tile + 1, mask=ends)
+    tl.store(stops + rest, NEVER, mask=missing)
+
+
+@triton.jit
 def hits_before(hits, tile, BT: tl.constexpr):
     """How many of this program's hits come before ``tile``."""
     found = tl.load(hits + tl.program_id(0) * (BT + 1) + tl.arange(0, BT))
