@@ -54,13 +54,27 @@ class ModelDescription:
             if saved["kind"] not in BODIES:
                 raise UserError(unknown_name("body", str(saved["kind"]), BODIES))
             config_type, _ = BODIES[saved["kind"]]
+            _check_names(saved["body"], config_type)
             settings = from_nested({"arm": saved["arm"]})
             check(settings)
             numbers = {name: saved[name] for name in ("vocab_size", "code_bits", "input_scale")}
             _check_numbers(**numbers)
             return ModelDescription(arm=settings.arm, kind=saved["kind"], body=config_type(**saved["body"]), **numbers)
         except (KeyError, TypeError) as error:
-            raise UserError(f"not a model description ({error}): the checkpoint is foreign or from another version") from error
+            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(f"not a model description of this version ({what})") from error
+
+
+def _check_names(body: dict[str, Any], config: type[BodyConfig]) -> None:
+    """Raise UserError when ``body`` has settings that ``config`` does not, or lacks what makes up its size."""
+    if not isinstance(body, dict):
+        raise UserError(f"body must be an object, got {body!r:.60}")
+    unknown = sorted(body.keys() - {field.name for field in dataclasses.fields(config)})
+    sizes = [field.name for field in dataclasses.fields(BodyConfig) if field.default is dataclasses.MISSING]
+    missing = [name for name in sizes if name not in body]
+    if unknown or missing:
+        found = [f"{what} {', '.join(names)[:200]}" for what, names in (("does not know", unknown), ("misses", missing)) if names]
+        raise UserError(f"describes a body of another version: this one {' and '.join(found)}")
 
 
 def _check_numbers(vocab_size: Any, code_bits: Any, input_scale: Any) -> None:

@@ -17,6 +17,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run ``main`` with the process's arguments and exit: 0 (or what it returns), a UserError's own code, 130 for Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("tablefree.kernels").setLevel(logging.WARNING)  # a command's first line says which ops run how
     sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: where the encoding is not UTF-8, no character ends a run
     argv = sys.argv[1:]
     try:

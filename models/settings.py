@@ -141,10 +141,22 @@ def parse_assignments(assignments: list[str]) -> dict[str, str]:
 
 
 def from_nested(nested: dict[str, dict[str, Any]]) -> RunSettings:
-    """The settings that ``dataclasses.asdict`` (config.json) holds."""
+    """The settings that ``dataclasses.asdict`` (config.json) holds; those that it lacks have their defaults.
+
+    Raises UsageError. A setting that is not known is another version's, and no slip of somebody's fingers.
+    """
     if not isinstance(nested, dict) or not all(isinstance(v, dict) for v in nested.values()):
         raise UsageError("settings: expected an object of objects, such as {'optim': {'lr': 0.001}}")
-    return override(RunSettings(), {f"{section}.{leaf}": v for section, leaves in nested.items() for leaf, v in leaves.items()})
+    changes = {f"{section}.{leaf}": v for section, leaves in nested.items() for leaf, v in leaves.items()}
+    if foreign := sorted(changes.keys() - flatten(RunSettings()).keys()):
+        raise UsageError(f"has settings that this version does not know ({_some(foreign)}); use the version that wrote it")
+    return override(RunSettings(), changes)
+
+
+def _some(names: list[str]) -> str:
+    """The first few of ``names``, each cut to a reasonable length."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name if len(name) <= 60 else name[:57] + "..." for name in names[:3]) + more
 
 
 def coerce(value: Any, kind: Any) -> Any:

@@ -13,6 +13,7 @@ POISON = 77
 
 # The tests' tensors are small: more threads only wait for each other, and cost minutes where others use the cores too.
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 torch.set_num_threads(1)
 # Without a GPU the Triton kernels run in Triton's interpreter. The switch is read where a kernel is defined, so it comes first.
 if not torch.cuda.is_available():

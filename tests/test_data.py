@@ -122,6 +122,16 @@ def test_empty_corpus_or_split_leaves_nothing(tmp_path, documents, message):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("fraction", "split"), [(0.0001, "validation"), (0.9999, "train")])
+def test_few_documents_come_with_a_fraction_that_works(tmp_path, fraction, split):
+    documents = some_documents(5)
+    with pytest.raises(UserError, match=f"none of the 5 documents fell into the {split} split") as caught:
+        prepare(tmp_path / "out", [Listed(documents)], PrepareSettings("bpe:300", fraction))
+    better = float(str(caught.value).split("--validation-fraction ")[1].split()[0])
+    data, _ = prepare(tmp_path / "out", [Listed(documents)], PrepareSettings("bpe:300", better))
+    assert data.manifest["splits"][split]["documents"] == 1
+
+
 def test_wrong_settings_are_all_named(tmp_path):
     with pytest.raises(UsageError, match=r"fraction must lie.*got 1\.5; max_bytes must be.*got 0; the tokenizer 'bpe:12'"):
         prepare(tmp_path / "out", [Listed([])], PrepareSettings("bpe:12", 1.5, max_bytes=0))

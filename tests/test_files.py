@@ -11,6 +11,7 @@ import pytest
 
 from models.errors import UserError
 from models.files import new_folder, read_json, recover, remove_abandoned, sha256, write_json, write_text
+from models.training import progress
 from models.training.folder import ROOT, claim
 from models.training.progress import Metrics, ProgressLine, format_seconds, read_metrics
 
@@ -140,15 +141,28 @@ class Terminal:
         pass
 
 
-def test_progress_is_quiet_without_a_terminal():
-    for live in (True, False):
-        stream = Terminal(live)
-        line = ProgressLine("kron", 10, stream)
-        line.update(1, "loss 5.0")
-        line.update(2, "loss 4.0")
-        line.close()
-        assert ("loss 4.0" in stream.text and "ETA" in stream.text) is live
-        assert stream.text.endswith("\r") is live and bool(stream.text) is live
+def test_a_terminals_line_rewrites_itself():
+    stream = Terminal(True)
+    line = ProgressLine("kron", 10, stream)
+    line.update(1, "loss 5.0")
+    line.update(2, "loss 4.0")
+    line.close()
+    assert "loss 4.0" in stream.text and "ETA" in stream.text and "\n" not in stream.text
+    assert stream.text.endswith(" \r")
+
+
+@pytest.mark.parametrize("seconds, said", [(0.1, []), (2, [500, 1000, 1500]), (60, list(range(200, 2000, 200)))])
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, seconds, said):
+    """Every tenth, but not within ten seconds of another, and none for the end, which is said anyway."""
+    stream, clock = Terminal(False), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    line = ProgressLine("kron", 2000, stream)
+    for done in range(0, 2001, 100):
+        line.update(done, "tokens")
+        clock[0] += seconds
+    line.close()
+    left = [format_seconds((2000 - done) / 100 * seconds) for done in said]
+    assert stream.text.splitlines() == [f"kron  {n:,}/2,000  tokens  ETA {eta}" for n, eta in zip(said, left, strict=True)]
 
 
 @pytest.mark.parametrize("seconds, text", [(None, "-:--"), (0, "0:00"), (75, "1:15"), (3600, "1:00:00"), (59.6, "1:00")])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from models.harness.chart import short_names
+from models.harness.chart import model_styles, short_names
 from models.harness.intervals import AGGREGATIONS, difference, estimate
+from models.styles import arm_numbers, colour_of
 
 
 def test_an_accuracy_has_lm_evals_value_and_error():
@@ -76,3 +77,15 @@ def test_a_chart_names_models_by_what_tells_them_apart():
         "/x/grid/seed-0/kron", "/x/grid/seed-1/kron", "smollm2",
     ]  # fmt: skip
     assert short_names(["runs/kron"]) == {"runs/kron": "kron"}
+
+
+def test_an_arm_has_one_colour_in_every_chart():
+    """Whatever else is drawn: alone, with other arms, over seeds (hatched), in the pictures of training."""
+    grid = [f"runs/grid/seed-{seed}/{arm}" for seed in (0, 1) for arm in ("table", "kron", "kron-matched")]
+    styles = model_styles([*grid, "model.tfree"])
+    for arm in ("table", "kron"):
+        colour = colour_of(arm_numbers([arm])[arm])
+        assert styles[f"runs/grid/seed-0/{arm}"] == model_styles([f"other/{arm}"])[f"other/{arm}"] == (colour, "")
+        assert styles[f"runs/grid/seed-1/{arm}"] == (colour, "//")
+    assert len({styles[name][0] for name in [*grid[:3], "model.tfree"]}) == 4
+    assert arm_numbers(["mine", "tied", "yours"]) == {"mine": 8, "tied": 1, "yours": 9}

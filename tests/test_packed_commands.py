@@ -15,6 +15,7 @@ from models.generation.__main__ import main as generate
 from models.generation.opened import OpenOptions, open_model
 from models.harness.arm_scorer import ArmScorer
 from models.harness.engine_scorer import EngineScorer
+from models.harness.scoring import Row
 from models.packed.__main__ import main as pack
 from models.packed.load import PackedModel
 from models.training.checkpoint import find_checkpoint
@@ -99,13 +100,13 @@ def test_the_scorer_answers_as_pytorch(runs, name, near):
     checkpoint = find_checkpoint(runs / name)
     theirs = ArmScorer(name, checkpoint, checkpoint.settings.arm, torch.device("cpu"))
     ours = EngineScorer(runs / f"{name}.tfree")
-    ids = torch.tensor([[1, 5, 9, 200, 7, 3], [4, 4, 8, 0, 0, 0]])
-    # The same position with several targets, also a position before another's.
-    rows, columns = torch.tensor([0, 0, 0, 1, 0, 1]), torch.tensor([5, 2, 5, 2, 5, 0])
-    targets = torch.tensor([7, 200, 8, 8, 300, 4])
-    expected, found = theirs.score_at(ids, rows, columns, targets), ours.score_at(ids, rows, columns, targets)
-    torch.testing.assert_close(found[0], expected[0], atol=near, rtol=0)
-    assert found[1].tolist() == expected[1].tolist()
+    # The same position with several targets, also a position before another's; alone, and as branches of a row.
+    one, two = (1, 5, 9, 200, 7, 3), (4, 4, 8)
+    asked = {one: [(0, (3, 7)), (1, (9, 200, 7, 8)), (2, (3, 300))], two: [(3, (4, 8, 8))]}
+    for rows in ([Row((), {branch: asked[branch]}) for branch in asked], [Row((11, 12, 13), asked)]):
+        expected, found = theirs.score(rows), ours.score(rows)
+        torch.testing.assert_close(found[0], expected[0], atol=near, rtol=0)
+        assert found[1].tolist() == expected[1].tolist() and len(found[0]) == 11
     for what in ("context", "bos_id", "eos_id", "prefix_id"):
         assert getattr(ours, what) == getattr(theirs, what)
     text = "The river São"

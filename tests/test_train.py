@@ -59,6 +59,19 @@ def test_evaluation_and_saving_do_not_change_training(data_dir, tmp_path):
     assert all("validation_loss" in row for row in read_metrics(tmp_path / "with" / "metrics.jsonl"))
 
 
+@pytest.mark.parametrize("first, then", [(1, 0), (0, 2)])
+def test_evaluation_may_be_turned_on_or_off_where_a_run_resumes(data_dir, tmp_path, monkeypatch, first, then):
+    train(data_dir, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Stopped):
+            train(data_dir, tmp_path / "other", train__eval_every=first, train__eval_rows=2)
+    train(data_dir, tmp_path / "other", resume=True, train__eval_every=then, train__eval_rows=2)
+    assert_same_weights(tmp_path / "whole", tmp_path / "other")
+    scored = [row["step"] for row in read_metrics(tmp_path / "other" / "metrics.jsonl") if "validation_loss" in row]
+    assert scored == ([1, 2] if first else [4, 6]), "the signal in step 3 leaves no time for one"
+
+
 def test_old_checkpoints_are_pruned(data_dir, tmp_path):
     train(data_dir, tmp_path, train__save_every=1, train__keep_checkpoints=2)
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000005", "step_00000006"]

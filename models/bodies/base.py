@@ -138,7 +138,7 @@ class Body(nn.Module, ABC):
 
         Raises ValueError when x has another shape, or when its tokens exceed the context or do not fit the cache.
         """
-        self._check(x)
+        self._check(x, cache is None)
         if cache is not None:
             cache.advance(x.shape[0], x.shape[1], counts, x.device)
         recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
@@ -162,10 +162,10 @@ class Body(nn.Module, ABC):
         tables = self.rotary(positions, x.dtype)
         return zip(tables, map(masks.get, self.config.windows), caches, strict=True)
 
-    def _check(self, x: torch.Tensor) -> None:
+    def _check(self, x: torch.Tensor, whole: bool) -> None:
         if x.dim() != 3 or x.shape[-1] != self.config.width:
             raise ValueError(f"{type(self).__name__}: x must have shape [B, T, {self.config.width}], got {list(x.shape)}")
-        if x.shape[1] > self.config.context:
+        if whole and x.shape[1] > self.config.context:  # a cache sees to what it holds
             raise ValueError(
                 f"{type(self).__name__}: a sequence of {x.shape[1]} tokens is longer than the context of {self.config.context}; "
                 "shorten it, or build the body with a larger context"

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import logging
+import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -69,8 +70,12 @@ def in_validation(document_id: str, fraction: float, seed: int) -> bool:
 
     It depends on nothing else, so documents stay in their split when others are added, removed or reordered.
     """
+    return _lot(document_id, seed) < int(fraction * 2**64)
+
+
+def _lot(document_id: str, seed: int) -> int:
     digest = hashlib.blake2b(f"{seed}:{document_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < int(fraction * 2**64)
+    return int.from_bytes(digest, "big")
 
 
 def prepare(
@@ -133,6 +138,7 @@ class _Preparation:
 
     def __init__(self, folder: Path, sources: Sequence[Source], settings: PrepareSettings, progress: Progress) -> None:
         self.folder, self.sources, self.settings, self.progress = folder, sources, settings, progress
+        self.lots: tuple[int, int] = (2**64, 0)  # lowest and highest of the documents
 
     def run(self, given: Tokenizer | None, wanted: dict[str, Any]) -> None:
         """Write all files; the manifest comes last. Without a ``given`` tokenizer one is trained."""
@@ -172,6 +178,8 @@ class _Preparation:
                 documents, size = documents + 1, size + length
                 if documents % 64 == 0:
                     self.progress(f"{doing}: {documents:,} documents, {size / 1e6:,.1f} MB")
+                lot = _lot(document.id, settings.seed)
+                self.lots = min(self.lots[0], lot), max(self.lots[1], lot)
                 held_out = in_validation(document.id, settings.validation_fraction, settings.seed)
                 yield document, length, SPLITS[held_out]
 
@@ -218,9 +226,15 @@ class _Preparation:
             if totals[split]["documents"] == 0:
                 raise UserError(
                     f"none of the {documents} documents fell into the {split} split at validation fraction "
-                    f"{self.settings.validation_fraction} and seed {self.settings.seed}; use more documents, another "
-                    "--validation-fraction or another --seed (or, for text files, a smaller --document-bytes)"
+                    f"{self.settings.validation_fraction} and seed {self.settings.seed}; use more documents, another --seed"
+                    f"{self._fraction_hint(split) if documents > 1 else ''} (or, for text files, a smaller --document-bytes)"
                 )
+
+    def _fraction_hint(self, split: str) -> str:
+        """The validation fraction nearest to the one asked for that gives ``split`` a document."""
+        lowest, highest = (lot / 2**64 for lot in self.lots)
+        found = math.ceil(lowest * 1e4 + 1) / 1e4 if split == "validation" else math.floor(highest * 1e4) / 1e4
+        return f", or --validation-fraction {found:.4f}" if lowest < found <= highest else ""
 
 
 def _batched(documents: Iterator[tuple[Document, int, str]]) -> Iterator[list[tuple[Document, int, str]]]:

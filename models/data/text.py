@@ -19,6 +19,7 @@ from typing import Any
 from models.data.document import Document, Source, clean
 from models.errors import UsageError, UserError, unknown_name
 from models.files import sha256
+from models.hub import use_stored_if_unreachable
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -142,6 +143,8 @@ class HubSource:
     options: ReadOptions = field(default_factory=ReadOptions)
 
     def documents(self) -> Iterator[Document]:
+        if not Path(self.name).exists():
+            use_stored_if_unreachable("")
         import datasets
 
         options = self.options

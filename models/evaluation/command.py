@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from models.data.shards import TokenData
 from models.engine.build import why_not
 from models.engine.engine import Engine
 from models.errors import UsageError, UserError
-from models.evaluation.engine_scores import EngineScores
+from models.evaluation.engine_scores import engine_nll
 from models.evaluation.loss import Score, evaluate_loss, score_windows
 from models.files import write_json
 from models.ops import check_impl, describe_ops
@@ -20,6 +21,7 @@ from models.settings import ArmSettings, override
 from models.tables import markdown_table
 from models.training.checkpoint import Checkpoint
 from models.training.loop import autocast, choose_device
+from models.training.progress import said_progress
 from models.training.records import arm_folder_name, read_results
 
 COLUMNS = (
@@ -31,6 +33,7 @@ COLUMNS = (
     ("targets", lambda r: f"{r['targets']:,}"),
 )
 Saved = Checkpoint | PackedModel
+ENGINE = "ops: the CPU engine"
 TASKS_ONLY = {"hf": [], "offline": False, "limit": None, "shots": None, "batch_tokens": None, "questions": None, "plot": None}
 
 
@@ -50,7 +53,7 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
     rows = []
     for (name, checkpoint), arm in zip(found, arms, strict=True):
         engine = uses_engine(checkpoint, arguments.impl)
-        ops = "ops: the CPU engine" if engine else describe_ops(arm, device)
+        ops = ENGINE if engine else describe_ops(arm, device)
         print(f"scoring {name}, {ops}, on {device}", file=sys.stderr)
         result = score(checkpoint, arm, device, arguments, engine)
         rows.append({"name": name, "step": checkpoint.step, "ops": ops, **result.to_json()})
@@ -120,9 +123,14 @@ def score(checkpoint: Saved, arm: ArmSettings, device: torch.device, arguments: 
         )
     stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")
     windows = (stream, data.tokenizer.byte_lengths(), settings.data.seq_len)
-    options = {"rows": settings.train.micro_batch_size or settings.train.batch_size, "limit": arguments.rows}
+    options: dict[str, Any] = {"rows": settings.train.micro_batch_size or settings.train.batch_size, "limit": arguments.rows}
+    with said_progress("scored", sys.stderr) as options["progress"]:
+        return _score(checkpoint, arm, device, windows, options, engine)
+
+
+def _score(checkpoint: Saved, arm: ArmSettings, device: torch.device, windows: Any, options: dict[str, Any], engine: bool) -> Score:
     if engine:
         with Engine(checkpoint.path) as loaded:
-            return score_windows(EngineScores(loaded).nll, *windows, **options)
-    with autocast(settings, device):
+            return score_windows(partial(engine_nll, loaded), *windows, **options)
+    with autocast(checkpoint.settings, device):
         return evaluate_loss(checkpoint.load_model(impl=arm.impl).to(device), *windows, **options)

@@ -86,6 +86,7 @@ def score_windows(
     *,
     rank: int = 0,
     world_size: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
     """Score ``stream`` in windows of ``seq_len`` tokens, ``rows`` at a time; ``limit`` > 0 takes at most so many, evenly spaced.
 
@@ -94,6 +95,7 @@ def score_windows(
     (``TokenData.counts``), also gives the loss by frequency, from the same forward passes. Leaves the random state as it was.
     Raises Interrupted when ``should_stop``, asked before each batch, says so. As ``rank`` of ``world_size`` it
     scores only its share of the windows: the shares' sums are the whole score, and every rank takes equally many batches.
+    ``progress`` hears how many of its windows are done.
     """
     from models.data.batches import validation_windows
 
@@ -102,6 +104,7 @@ def score_windows(
     windows = -(-(len(stream) - 1) // seq_len)
     # A limit takes every n-th window, because a text's beginning is not like the rest of it.
     every = -(-windows // limit) if limit else 1
+    done, mine = 0, -(-windows // (every * world_size))
     for inputs, targets in validation_windows(stream, seq_len, rows, rank=rank * every, world_size=world_size * every):
         if should_stop():
             raise Interrupted
@@ -112,4 +115,6 @@ def score_windows(
         valid = targets[targets != IGNORE]
         targets_seen += valid.numel()
         bytes_seen += int(byte_lengths[valid.numpy()].sum())
+        done += len(inputs)
+        progress(done, mine)
     return Score(nats, targets_seen, bytes_seen, tally.buckets() if tally else ())

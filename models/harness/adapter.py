@@ -132,7 +132,8 @@ class HarnessModel(TemplateLM):
     def _sums(self, windows: Sequence[list[tuple[Ids, Ids]]]) -> list[Answer]:
         """The answer to each request from those to its windows."""
         pairs = [pair for request in windows for pair in request]
-        total = sum(len(row.inputs) for row in shared_rows(pairs, self.scorer.context))
+        most = self.batch_tokens if self.scorer.branches else 0
+        total = sum(map(len, shared_rows(pairs, self.scorer.context, most)))
         done = 0
 
         def advance(tokens: int) -> None:

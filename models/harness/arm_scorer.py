@@ -6,17 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.bodies.branches import Branches
 from models.evaluation.command import Saved
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
 from models.generation.torch_reader import TorchReader
-from models.harness.scoring import Ids, first_token
+from models.harness.scoring import Batch, Ids, Row, first_token
 from models.settings import ArmSettings, RunSettings
 from models.training.loop import autocast
 
 
 class ArmScorer:
     """The model of a checkpoint, in the arithmetic it was trained in. ``context`` is the length of its training rows."""
+
+    branches = True
 
     def __init__(self, name: str, checkpoint: Saved, arm: ArmSettings, device: torch.device) -> None:
         """``arm``: the checkpoint's, its ops perhaps run by another implementation. Raises UserError for a damaged checkpoint."""
@@ -35,10 +38,12 @@ class ArmScorer:
         return self._tokenizer.decode(ids)
 
     @torch.inference_mode()
-    def score_at(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        batch = Batch.of(rows).to(self._device)
+        branches = Branches(self._model.description.body, batch.positions, batch.segments) if rows[0].prefix else None
         with autocast(self._settings, self._device):
-            hidden = self._model(ids.to(self._device))[rows.to(self._device), columns.to(self._device)]
-            logprob, greedy = self._model.head.score_targets(hidden, targets.to(self._device))
+            hidden = self._model(batch.ids, branches)[batch.rows, batch.columns]
+            logprob, greedy = self._model.head.score_targets(hidden, batch.targets)
         return logprob.cpu(), greedy.cpu()
 
     def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:

@@ -1,8 +1,11 @@
 """A bar chart of benchmark scores: a panel per metric, a group per task, a bar per model with its 95 % interval."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from models.styles import COLOURS, arm_numbers, colour_of, hatch_of
 
 FORMATS = (".png", ".pdf", ".svg")
 MOST_TASKS = 24  # in one panel; more would not be readable
@@ -33,11 +36,13 @@ def draw_scores(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _draw_panel(axes: Any, metric: str, models: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     every = list(dict.fromkeys(row["task"] for row in rows))
     tasks, width = every[-MOST_TASKS:], 0.8 / len(models)  # the last is the whole of a group
-    short = short_names(models)
+    short, styles = short_names(models), model_styles(models)
     for i, model in enumerate(models):
+        colour, hatch = styles[model]
         mine = [row for row in rows if row["model"] == model and row["task"] in tasks]
         places = [tasks.index(row["task"]) + (i - (len(models) - 1) / 2) * width for row in mine]
-        axes.bar(places, [row["value"] for row in mine], width * 0.92, color=f"C{i}", label=short[model])
+        look = {"color": colour, "hatch": hatch, "edgecolor": "white", "label": short[model]}
+        axes.bar(places, [row["value"] for row in mine], width * 0.92, **look)
         for place, row in zip(places, mine, strict=True):
             if row["low"] is not None:
                 ends = [[row["value"] - row["low"]], [row["high"] - row["value"]]]
@@ -54,6 +59,17 @@ def _draw_panel(axes: Any, metric: str, models: Sequence[str], rows: Sequence[di
     left_out = f" (the last {MOST_TASKS} of {len(every)} tasks)" if len(every) > MOST_TASKS else ""
     axes.set(title=f"{metric}{direction}{left_out}", ylabel=metric, ylim=(0, None))
     axes.grid(axis="y", alpha=0.25)
+
+
+def model_styles(models: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Colour and hatching of each model's bars: an arm's own, which its folder names; further seeds of an arm are hatched."""
+    arms = {model: Path(model).name or model for model in models}
+    numbers, seen = arm_numbers(arms.values()), Counter()
+    styles = {}
+    for model, arm in arms.items():
+        number = numbers[arm] + len(COLOURS) * seen[arm]
+        styles[model], seen[arm] = (colour_of(number), hatch_of(number)), seen[arm] + 1
+    return styles
 
 
 def short_names(models: Sequence[str]) -> dict[str, str]:

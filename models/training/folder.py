@@ -48,7 +48,15 @@ def check_free(folder: Path, settings: RunSettings, resume: bool) -> None:
     if not resume and (path.exists() or (folder / "checkpoints").exists()):
         raise UsageError(f"{folder}: already holds a run; continue it with --resume, or give another --out")
     if path.exists():
-        refuse_changes(from_nested(read_json(path)), settings, folder)
+        refuse_changes(read_settings(path), settings, folder)
+
+
+def read_settings(path: Path) -> RunSettings:
+    """The settings that a run's ``config.json`` holds. UserError that names it when they are not of this version."""
+    try:
+        return from_nested(read_json(path))
+    except UsageError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def refuse_changes(saved: RunSettings, given: RunSettings, folder: Path) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from models.data.shards import TokenData
 from models.errors import UsageError, unknown_name
-from models.files import read_json
 from models.ops import check_impl
 from models.presets import ARMS, find_preset, parse_arm
-from models.settings import RunSettings, apply, flatten, from_nested, parse_assignments, problems
-from models.training.folder import check_free, read_result, refuse_changes
+from models.settings import RunSettings, apply, flatten, parse_assignments, problems
+from models.training.folder import check_free, read_result, read_settings, refuse_changes
 from models.training.loop import choose_device, look_up, train_run
 from models.training.ranks import Ranks
 from models.training.records import (
@@ -153,7 +152,7 @@ def plan(arms: dict[str, RunSettings], out: Path, seeds: list[int] | None) -> It
 
 def _holds(folder: Path, seed: int) -> bool:
     path = folder / "config.json"
-    return path.exists() and from_nested(read_json(path)).train.seed == seed
+    return path.exists() and read_settings(path).train.seed == seed
 
 
 def check_ready(runs: list[GridRun], arms: dict[str, RunSettings], data: TokenData, out: Path, resume: bool) -> None:
@@ -173,7 +172,7 @@ def check_extends(runs: list[GridRun], arms: dict[str, RunSettings], data: Token
     """Raise UsageError unless the runs that ``out`` already holds are matched to the new ones."""
     known, base = {arm_folder_name(arm): settings for arm, settings in arms.items()}, runs[0].settings
     for folder in run_folders(out):
-        saved = from_nested(read_json(folder / "config.json"))
+        saved = read_settings(folder / "config.json")
         if not resume:
             raise UsageError(f"{folder}: already holds a run; continue its grid with --resume, or give another --out")
         if folder.parent != out and all(run.folder.parent == out for run in runs):

@@ -11,6 +11,7 @@ import json
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from models.settings import RunSettings, flatten
 from models.training.checkpoint import Checkpoint, Snapshot, latest_checkpoint, prune_checkpoints, save_checkpoint
 from models.training.folder import check_free, claim, read_result, record, refuse_changes
 from models.training.gradients import GradientSum
-from models.training.progress import Metrics, ProgressLine, read_metrics
+from models.training.progress import Metrics, ProgressLine, read_metrics, said_progress
 from models.training.ranks import Ranks
 from models.training.schedule import build_optimizer, schedule_step
 from models.training.signals import Stopped, StopRequest
@@ -135,9 +136,10 @@ class Run:
                 self._save_if_due(metrics, stop)
             metrics.sync()
             self.save()
-            progress.update(self.step, "scoring the validation text")
+            progress.close()
             try:
-                score = self.evaluate(0, stop)
+                with said_progress(f"{self.label}  scoring the validation text") as show:
+                    score = self.evaluate(0, stop, show)
             except Interrupted:
                 raise Stopped(self.asked_to_stop(stop), self.step) from None
             result = self.ranks.lead(lambda: self._write_result(score))
@@ -214,14 +216,14 @@ class Run:
             total += loss.detach()
         return self.ranks.total([total.item()])[0]
 
-    def evaluate(self, limit: int, stop: StopRequest) -> Score:
+    def evaluate(self, limit: int, stop: StopRequest, progress: Callable[[int, int], None] = lambda done, total: None) -> Score:
         """Score the validation text (``limit`` windows of it, evenly spaced; 0: all). Raises Interrupted after a signal."""
         rows = self.settings.train.micro_batch_size or self.settings.train.batch_size
         lengths, seq_len = self.data.tokenizer.byte_lengths(), self.settings.data.seq_len
         with autocast(self.settings, self.device):
             part = evaluate_loss(
                 self.model, self.data.validation, lengths, seq_len, rows, limit, lambda: self.asked_to_stop(stop) > 0,
-                self.data.counts, rank=self.ranks.rank, world_size=self.ranks.size,
+                self.data.counts, rank=self.ranks.rank, world_size=self.ranks.size, progress=progress,
             )  # fmt: skip
         score = part.with_sums(self.ranks.total(part.sums()))
         if not abs(score.nats) < float("inf"):

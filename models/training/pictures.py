@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from models.styles import arm_numbers, colour_of, line_of
 from models.tables import format_range
 from models.training.comparison import Comparison, Difference, paired_difference
 from models.training.records import Record
 
 FEWEST_TARGETS = 100  # of a bucket that is drawn
-LINES = ("-", "--", ":", "-.")  # after ten arms the colours start again with the next
 
 
 def draw_curves(path: Path, runs: Sequence[Record], reference: str) -> None:
@@ -28,11 +28,12 @@ def draw_curves(path: Path, runs: Sequence[Record], reference: str) -> None:
     else:
         figure, axes = _figure(9, 5.5)
         below = axes
-    for i, (arm, group) in enumerate(arms.items()):
-        _draw_band(axes, i, arm, _common_points([run["validation_curve"] for run in group]))
+    numbers = arm_numbers(arms)
+    for arm, group in arms.items():
+        _draw_band(axes, numbers[arm], arm, _common_points([run["validation_curve"] for run in group]))
         if seeds == 1:
             training = group[0]["training_curve"]
-            axes.plot(training["tokens"], training["loss"], color=_colour(i), linewidth=1, alpha=0.4)
+            axes.plot(training["tokens"], training["loss"], color=colour_of(numbers[arm]), linewidth=1, alpha=0.4)
     what = f"mean of {seeds} seeds; band: lowest to highest seed" if seeds > 1 else "dots; training loss: thin"
     axes.set(ylabel="loss (nats per token)", title=f"Validation loss ({what})")
     below.set_xlabel("training tokens")
@@ -44,21 +45,24 @@ def draw_curves(path: Path, runs: Sequence[Record], reference: str) -> None:
 def _draw_gaps(axes: Any, arms: dict[str, list[Record]], reference: str) -> None:
     """Validation loss minus that of the reference with the same seed."""
     theirs = {run["seed"]: run["validation_curve"] for run in arms[reference]}
-    for i, (arm, group) in enumerate(arms.items()):
+    numbers = arm_numbers(arms)
+    for arm, group in arms.items():
         paired = [(run["validation_curve"], theirs[run["seed"]]) for run in group if run["seed"] in theirs]
         if paired:
             tokens, losses = _common_points([curve for pair in paired for curve in pair])
-            _draw_band(axes, i, arm, (tokens, [[a - b for a, b in zip(row[::2], row[1::2], strict=True)] for row in losses]))
+            gaps = [[a - b for a, b in zip(row[::2], row[1::2], strict=True)] for row in losses]
+            _draw_band(axes, numbers[arm], arm, (tokens, gaps))
     axes.set_ylabel(f"minus {reference} with the same seed (nats)")
     _finish_curves(axes, room=False)
 
 
-def _draw_band(axes: Any, i: int, arm: str, points: tuple[list[int], list[list[float]]]) -> None:
+def _draw_band(axes: Any, number: int, arm: str, points: tuple[list[int], list[list[float]]]) -> None:
     """The mean over seeds, in a band from the lowest to the highest."""
     tokens, values = points
-    axes.fill_between(tokens, [min(row) for row in values], [max(row) for row in values], color=_colour(i), alpha=0.2, linewidth=0)
+    colour, low, high = colour_of(number), [min(row) for row in values], [max(row) for row in values]
+    axes.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
     means = [statistics.fmean(row) for row in values]
-    axes.plot(tokens, means, _line(i), color=_colour(i), marker="o", markersize=3, linewidth=1.4, label=arm)
+    axes.plot(tokens, means, line_of(number), color=colour, marker="o", markersize=3, linewidth=1.4, label=arm)
 
 
 def _finish_curves(axes: Any, room: bool) -> None:
@@ -77,16 +81,20 @@ def _finish_curves(axes: Any, room: bool) -> None:
     axes.grid(alpha=0.25)
 
 
-def draw_differences(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Final loss of each arm minus the reference's: mean and 95 % interval over seeds, a small dot per seed, the verdict."""
+def draw_differences(path: Path, comparisons: Sequence[Comparison], arms: Sequence[str]) -> None:
+    """Final loss of each arm minus the reference's: mean and 95 % interval over seeds, a small dot per seed, the verdict.
+
+    What is not resolved is hollow. ``arms``: of the whole report.
+    """
+    numbers = arm_numbers(arms)
     ordered = sorted(comparisons, key=lambda c: c.difference.mean, reverse=True)
     figure, axes = _figure(9, 1.4 + 0.42 * len(ordered))
     for y, comparison in enumerate(ordered):
-        d, colour = comparison.difference, "C0" if comparison.resolved else "0.55"
+        d, colour = comparison.difference, colour_of(numbers[comparison.arm])
         if d.low is not None:
             axes.plot([d.low, d.high], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
             axes.plot(d.values, [y - 0.22] * len(d.values), ".", color=colour, markersize=4, alpha=0.7)
-        axes.plot(d.mean, y, "o", color=colour, markersize=7)
+        axes.plot(d.mean, y, "o", color=colour, markersize=7, markerfacecolor=colour if comparison.resolved else "white")
         verdict = "resolved" if comparison.resolved else "not resolved"
         axes.annotate(f"{d.mean:+.4f}  {verdict}", (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
     axes.axvline(0, color="0.3", linewidth=1)
@@ -96,7 +104,7 @@ def draw_differences(path: Path, comparisons: Sequence[Comparison]) -> None:
     axes.set_xlabel(f"nats per token against {reference}  (left: better than {reference})")
     seeds = max(len(comparison.seeds) for comparison in ordered)
     shown = f"mean, 95 % interval (bar) and single seeds (small dots) of {seeds} seeds" if seeds > 1 else "one seed"
-    axes.set_title(f"Final validation loss, {shown}\nresolved: p below 0.05 after Holm's adjustment", fontsize=11)
+    axes.set_title(f"Final validation loss, {shown}\nresolved (filled): p below 0.05 after Holm's adjustment", fontsize=11)
     axes.grid(axis="x", alpha=0.25)
     _save(figure, path)
 
@@ -113,14 +121,13 @@ def draw_frequency(path: Path, runs: Sequence[Record], reference: str) -> None:
     figure, (axes, shares) = _figure(9, 6.5, rows=2, sharex=True, height_ratios=(4, 1))
     seeds = {run["seed"] for run in arms[reference]}
     others, several = [arm for arm in arms if arm != reference and any(run["seed"] in seeds for run in arms[arm])], False
-    for i, arm in enumerate(arms):
-        if arm not in others:
-            continue
+    numbers = arm_numbers(arms)
+    for arm in others:
         differences = [_bucket_difference(arms[arm], arms[reference], bucket) for bucket in buckets]
         offset = 0.06 * (others.index(arm) - (len(others) - 1) / 2)
         places = [x + offset for x in range(len(buckets))]
-        means, style = [d.mean for d in differences], {"color": _colour(i), "linewidth": 1.2}
-        axes.plot(places, means, _line(i), marker="o", markersize=4, label=arm, **style)
+        means, style = [d.mean for d in differences], {"color": colour_of(numbers[arm]), "linewidth": 1.2}
+        axes.plot(places, means, line_of(numbers[arm]), marker="o", markersize=4, label=arm, **style)
         if all(d.low is not None for d in differences):
             axes.vlines(places, [d.low for d in differences], [d.high for d in differences], alpha=0.7, **style)
             several = True
@@ -187,14 +194,6 @@ def _engineering() -> Any:
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter()
-
-
-def _colour(i: int) -> str:
-    return f"C{i % 10}"
-
-
-def _line(i: int) -> str:
-    return LINES[i // 10 % len(LINES)]
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]], tokens: int) -> None:

@@ -1,9 +1,11 @@
-"""What a run says while it works: a metrics file, and a line on the terminal that rewrites itself."""
+"""What a run says while it works: a metrics file, and how far it is."""
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -62,38 +64,62 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+QUIET = 10.0  # seconds at least between two lines of what is no terminal
+
+
 class ProgressLine:
-    """One line that rewrites itself on a terminal, and is silent elsewhere."""
+    """One line that rewrites itself on a terminal; elsewhere a line of its own at every tenth of the way, if that takes long."""
 
     def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
         """``stream``: None is stdout as it is now, which on all ranks but the first leads nowhere."""
         self._label, self._total, self._stream = label, total, stream or sys.stdout
         self._live = self._stream.isatty()
         self._start, self._first = time.monotonic(), None
+        self._said, self._tenths = self._start, 0
         self._width = 0
 
     def update(self, done: int, text: str) -> None:
         """Show ``done`` of the total, ``text``, and the time left at the pace since the first update."""
-        if not self._live:
-            return
-        now = time.monotonic()
+        now, tenths = time.monotonic(), 10 * done // max(1, self._total)
         if self._first is None:
-            self._first, self._start = done, now
+            self._first, self._start, self._tenths = done, now, tenths
+        if not self._live:
+            if self._tenths < tenths < 10 and now - self._said >= QUIET:
+                self._said, self._tenths = now, tenths
+                print(self._line(done, text, now), file=self._stream, flush=True)
+            return
+        line = self._line(done, text, now)
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+    def _line(self, done: int, text: str, now: float) -> str:
         steps = done - self._first
         left = (now - self._start) / steps * (self._total - done) if steps else None
-        self._show(f"{self._label}  {done}/{self._total}  {text}  ETA {format_seconds(left)}")
+        return f"{self._label}  {done:,}/{self._total:,}  {text}  ETA {format_seconds(left)}"
 
     def close(self) -> None:
         """Wipe the line, so that what is printed next starts on an empty one."""
         if self._live:
-            self._show("")
-            self._stream.write("\r")
+            self._stream.write("\r" + " " * self._width + "\r")
             self._stream.flush()
 
-    def _show(self, line: str) -> None:
-        self._stream.write("\r" + line.ljust(self._width))
-        self._stream.flush()
-        self._width = len(line)
+
+@contextlib.contextmanager
+def said_progress(label: str, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A function of (done, total) windows of text that shows them in a ProgressLine, which the end of the block closes."""
+    line: ProgressLine | None = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal line
+        line = line or ProgressLine(label, total, stream)
+        line.update(done, "windows")
+
+    try:
+        yield show
+    finally:
+        if line is not None:
+            line.close()
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from models.errors import UserError
 from models.files import read_json
-from models.settings import flatten, from_nested
-from models.training.folder import FREE_ON_RESUME
+from models.settings import flatten
+from models.training.folder import FREE_ON_RESUME, read_settings
 from models.training.progress import read_metrics
 
 RESULTS = "results.json"
@@ -88,7 +88,7 @@ def _require(found: Any, keys: set[str], complaint: str, hint: str) -> None:
 
 def read_run(folder: Path, arm: str | None = None) -> Record:
     """One finished run. ``arm`` is its name; None: its parts. Raises UserError when its files do not belong together."""
-    settings = from_nested(read_json(folder / "config.json"))
+    settings = read_settings(folder / "config.json")
     result, rows = read_json(folder / "result.json"), read_metrics(folder / "metrics.jsonl")
     hint = "remove it, and --resume scores the last checkpoint again"
     _require(result, _RESULT, f"{folder / 'result.json'}: not the result of a run", hint)

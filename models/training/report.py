@@ -65,7 +65,7 @@ def write_report(out: Path, runs: list[Record], reference: str | None = None) ->
     write_text(out / "table.md", text)
     draw_curves(out / "loss.png", runs, reference)
     if comparisons:
-        draw_differences(out / "differences.png", comparisons)
+        draw_differences(out / "differences.png", comparisons, arms)
         if has_buckets(runs):
             draw_frequency(out / "frequency.png", runs, reference)
     if len(arms) > 1 or len(runs) > 1 or (out / RESULTS).exists():

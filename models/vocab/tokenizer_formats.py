@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from models.errors import UserError, unknown_name
 from models.files import write_text
+from models.hub import use_stored_if_unreachable
 from models.vocab.packages import PACKAGED, need, packaged_gguf
 from models.vocab.token_bytes import SPACE_MARK, byte_alphabet
 
@@ -242,6 +243,7 @@ def packaged_tokenizer(name: str) -> Path:
 def hub_tokenizer(name: str) -> Path:
     """Download (or find in the Hub's cache) the tokenizer.json of the repository ``name``."""
     hub = need("huggingface_hub", "a name from the Hub")
+    use_stored_if_unreachable("")
     try:
         return Path(hub.hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # the Hub's client raises many unrelated types
