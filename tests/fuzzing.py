@@ -14,7 +14,7 @@ from typing import Any
 
 from models.errors import UserError
 
-SECONDS, ROOM = 30, 2 << 30  # what one load may take at most, far above what any needs: wall time, bytes of address space
+SECONDS, ROOM = 30, 2 << 30  # what one load may take at most, far above what any needs: processor time, bytes of address space
 # JSON that Python's own encoder does not write, by the placeholder it stands for.
 RAW = {
     "@deep": "[" * 100_000 + "]" * 100_000,
@@ -141,22 +141,25 @@ class TookTooLong(BaseException):
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Within the block this process may take ROOM more address space than it has, and SECONDS of wall time."""
+    """Within the block this process may take ROOM more address space than it has, and SECONDS of processor time.
+
+    Not of wall time, which a busy machine stretches.
+    """
 
     def stop(*_: object) -> None:
         raise TookTooLong
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    old = signal.signal(signal.SIGALRM, stop)
+    old = signal.signal(signal.SIGPROF, stop)
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, hard))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-        signal.signal(signal.SIGALRM, old)
+        signal.signal(signal.SIGPROF, old)
 
 
 def fuzz(path: Path, damaged: Iterator[bytes], count: int, load: Callable[[], object], beside: Path | None = None) -> Counter:
