@@ -218,13 +218,13 @@ def scores_of(path: Path, backend: str | None) -> np.ndarray:
 # Other ways in
 
 
-@pytest.mark.parametrize("value", [3e38, float("nan"), float("inf")])
-def test_hidden_states_that_are_not_finite(tmp_path, binary, value) -> None:
-    """A row of the map overflows, or is not finite: all scores are taken exactly, and are no numbers."""
+@pytest.mark.parametrize("values", [(3e38, 3e38), (3e38, -3e38)])
+def test_hidden_states_that_are_not_finite(tmp_path, binary, values) -> None:
+    """Sums with a row of the map overflow: all scores are taken exactly, and are no numbers."""
     path = tmp_path / "arm.tfree"
     path.write_bytes(binary[0])
     weight = np.ones((BITS, len(binary[1])), "<f4")
-    weight[3] = value
+    weight[3, ::2], weight[3, 1::2] = values
     write_anew(path, {"head.weight": ("float32", weight.shape, weight.tobytes())})
     put(path, steep(SIZE))
     found = []

@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import socketserver
 import subprocess
 import sys
 import threading
@@ -55,3 +56,30 @@ def test_any_answer_will_do_and_a_proxy_is_asked_in_its_place(monkeypatch):
         monkeypatch.setenv("http_proxy", here)
         assert hub.unreachable() is None and len(seen) == 2 and "nowhere.invalid" in seen[1]
         server.shutdown()
+
+
+def test_what_is_no_answer(monkeypatch):
+    """Not HTTP, no address, and a proxy that only the Hub's client may know how to use."""
+    for name in ("no_proxy", "NO_PROXY", "http_proxy", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socketserver.TCPServer(("127.0.0.1", 0), Babbling) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for address in (f"http://127.0.0.1:{server.server_address[1]}", "http://localhost:x", "http://a b"):
+            monkeypatch.setenv("HF_ENDPOINT", address)
+            assert f"{address} does not answer" in hub.unreachable()
+        server.shutdown()
+    monkeypatch.setenv("all_proxy", "socks5h://127.0.0.1:1")
+    assert hub.unreachable() is None
+
+
+class Babbling(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.sendall(b"220 mail.example ESMTP\r\n\r\n")
+
+
+@pytest.mark.parametrize(("name", "value"), [("HF_HUB_OFFLINE", "true"), ("TRANSFORMERS_OFFLINE", "YES")])
+def test_who_forbids_the_network_is_not_asked_about_it(monkeypatch, name, value):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hub, "unreachable", lambda: pytest.fail("asked the network"))
+    hub.use_stored_if_unreachable("")

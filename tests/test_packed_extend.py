@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from packed_support import little_checkpoint, tokenizer
+from packed_support import little_checkpoint, tokenizer, write_anew
 
 from kernels.sign_code import unpack_sign_codes
 from models.errors import UserError
@@ -73,6 +73,21 @@ def test_codes_and_priors_follow_the_rules(path):
         assert torch.equal(signs[number], torch.where(mean == 0, random[number], mean.sign()))
     assert len({tuple(code) for code in codes[290:].tolist()}) == 4
     assert (prior[290:] == np.float16(np.percentile(prior[:290].astype(float), 75))).all()
+
+
+def test_tokens_that_never_come_have_no_say_in_a_new_prior(path):
+    def with_prior(values):
+        write_anew(path, {"head.prior.values": ("float16", (290,), values.astype(np.float16).tobytes())})
+
+    values = np.full(290, -np.inf)
+    with_prior(values)
+    with pytest.raises(UserError, match="no token come"):
+        extend(path, WORDS)
+    values[:10] = -np.arange(10.0)
+    with_prior(values)
+    extend(path, WORDS, percentile=50)
+    with PackedFile(path) as file:
+        assert (np.frombuffer(file.read("head.prior.values"), np.float16)[290:] == -4.5).all()
 
 
 def test_words_can_be_added_again_and_again(path):

@@ -159,6 +159,7 @@ def test_answers_to_one_question_share_its_row():
     assert found == [((5, 6), {(7,): [0, 1], (7, 3): [2]}), ((), {(5, 6, 7): [3]})]
     assert [len(batch) for batch in batches(rows, 100)] == [1, 1], "rows with branches come apart"
     assert [tuple(row.branches) for row in split(most=4)[0]] == [((7, 3),), ((7,),), ((5, 6, 7),)], "both branches are 5 tokens"
+    assert split(most=100, context=4)[1] == split(most=4)[1], "no row is longer than the context"
     cut = [((), {(5, 6, 7): [0, 1, 3]}), ((), {(6, 7, 3): [2]})]
     assert split(most=100, context=3)[1] == cut, "one is cut, and begins elsewhere"
 
@@ -267,6 +268,20 @@ def test_a_transformers_model_is_scored_as_by_lm_evals_own_adapter(llama):
     [asked] = load_tasks(["sequences"], offline=True, shots=None)
     compare(evaluate_task(scorer, asked, 100, None)[0], evaluate(theirs, asked.to_harness(), bootstrap_iters=0), "sequences")
     assert len(json.dumps(scorer.describe()["files"])) > 64
+
+
+def test_branches_are_not_asked_of_models_with_windows(llama):
+    """GPT-Neo's windows have a name of their own, and no mask of ours gets into them."""
+    import transformers
+
+    from models.harness.transformers_scorer import TransformersScorer
+
+    config = transformers.GPTNeoConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["local"], 2]],
+                                       window_size=8, max_position_embeddings=24)  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    neo = TransformersScorer("neo", transformers.GPTNeoForCausalLM(config), tokenizer, CPU, {})
+    like = transformers.LlamaForCausalLM.from_pretrained(llama)
+    assert not neo.branches and TransformersScorer("llama", like, tokenizer, CPU, {}).branches
 
 
 def compare(ours, theirs, task):

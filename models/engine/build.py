@@ -138,8 +138,9 @@ def _workspace(library: Path) -> Iterator[str]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         for left in cache.glob(f".{STEM}-*"):
-            if left.stat().st_mtime < time.time() - 86_400:
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process's, removed since
+                if left.stat().st_mtime < time.time() - 86_400:
+                    shutil.rmtree(left, ignore_errors=True)
         folder = tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=cache, ignore_cleanup_errors=True)
     except OSError as error:
         raise OSError(f"{error}: the compiled engine is kept there; set TABLEFREE_CACHE to a folder that can be written") from error

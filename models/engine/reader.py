@@ -3,7 +3,7 @@
 from models.engine.engine import Engine, Sampling, Session
 from models.generation.settings import GenerationSettings
 
-READ_AT_ONCE = 512  # tokens of a prompt; Python sees Ctrl-C only between calls of the library
+READ_AT_ONCE = 512  # tokens of all prompts; Python sees Ctrl-C only between calls of the library
 
 
 class EngineReader:
@@ -17,9 +17,10 @@ class EngineReader:
     def start(self, prompts: list[list[int]], new: int) -> None:
         self.keep([])
         self._sessions = [self._engine.session() for _ in prompts]
-        for begin in range(0, max(map(len, prompts), default=0), READ_AT_ONCE):
+        step = max(32, READ_AT_ONCE // max(1, len(prompts)))
+        for begin in range(0, max(map(len, prompts), default=0), step):
             rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
-            parts = [prompts[row][begin : begin + READ_AT_ONCE] for row in rows]
+            parts = [prompts[row][begin : begin + step] for row in rows]
             self._engine.read([self._sessions[row] for row in rows], parts)
 
     def keep(self, rows: list[int]) -> None:

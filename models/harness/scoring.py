@@ -134,8 +134,10 @@ def score_continuations(
 def shared_rows(pairs: Sequence[tuple[Ids, Ids]], context: int, most: int) -> list[Row]:
     """The distinct inputs that answer ``pairs``: in rows with branches, then single ones, the longest first.
 
-    Branches of one row share all but the last token of their context; they are as many as ``most`` tokens hold (0: none).
+    Branches of one row share all but the last token of their context; they are as many as ``most`` tokens hold (0: none), and at
+    most ``context`` of them: masks of longer rows would cost more than they save, and models of others have no room for them.
     """
+    most = min(most, context)
     asked: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, Ids]]] = {}
     for index, (before, continuation) in enumerate(pairs):
         if not before or len(continuation) > context:

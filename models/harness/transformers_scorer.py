@@ -18,6 +18,8 @@ from models.harness.scoring import Batch, Ids, Row
 from models.vocab.packages import PACKAGED, need, packaged_gguf
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+# Every token sees all before it: no windows, under whatever name. Branches of a row were compared with rows of their own.
+FULL_ATTENTION = {"codegen", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "llama", "opt", "xglm"}
 SCORES_AT_ONCE = 1 << 24  # fp32 scores that exist beside the model's own: 64 MiB
 
 
@@ -76,11 +78,13 @@ class TransformersScorer:
     def _takes_branches(self) -> bool:
         """Whether the model minds positions and masks that it is given, so that branches of a row score as rows of their own.
 
-        Not with attention in windows: transformers would take our mask for the window's.
+        Only of kinds without attention in windows: transformers would take our mask for the window's, and a probe as short as this
+        one would not show it.
         """
-        if getattr(self._model.config, "sliding_window", None) is not None:
+        config = self._model.config.get_text_config()
+        if config.model_type not in FULL_ATTENTION:
             return False
-        ids = [i % self._model.config.vocab_size for i in (self.prefix_id, 5, 9, 7, 11, 3)]
+        ids = [i % config.vocab_size for i in (self.prefix_id, 5, 9, 7, 11, 3)]
         first, second = (ids[3], ids[4]), (ids[3], ids[5], ids[1])
         asked = [{branch: [(0, branch)]} for branch in (first, second)]
         try:

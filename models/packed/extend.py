@@ -120,7 +120,10 @@ def _rows(file: PackedFile, model: PackedModel, splits: list[list[int]], texts: 
     rows = [NewTensor("codes.words", "uint32", tuple(codes.shape), [codes.numpy().astype("<i4").tobytes()])]
     if PRIOR in file.tensors:
         values = _numbers(file, PRIOR, model)
-        new = np.full(len(splits), np.percentile(values.astype(np.float64), percentile), values.dtype)
+        known = values[np.isfinite(values)].astype(np.float64)  # minus infinity is a token that never comes
+        if not len(known):
+            raise UserError(f"{file.path}: its prior lets no token come, so there is none for a new word")
+        new = np.full(len(splits), np.percentile(known, percentile), values.dtype)
         rows.append(NewTensor(PRIOR, file.tensors[PRIOR].dtype, new.shape, [new.tobytes()]))
     return [*rows, *bytes_tensors(texts, start=file.tensors["tokenizer.bytes"].shape[0])]
 

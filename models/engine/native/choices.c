@@ -88,7 +88,7 @@ void tf_take_scores(const tf_view *view, tf_list *list, int begin, int end, cons
     float least = least_of(view, list, top);
     if (top < least)
         return;
-    if (list->most == 1) /* of these only the best can win */
+    if (list->most == 1 && isfinite(top)) /* of these only the best can win; an infinite approximate sum may be finite in truth */
         least = fmaxf(least, top - 2 * tf_margin(view, top));
     for (int place = begin; place < end; place++) {
         if (scores[place - begin] < least)
