@@ -149,7 +149,7 @@ def test_tensors_that_the_model_does_not_have(originals, path, arm, tensors, mes
         ({("context",): None}, "context None"),
         ({("made_from",): []}, "no object 'made_from'"),
         ({("made_from", "config"): 5}, "expected an object of objects"),
-        ({("made_from", "state"): {"step": "x"}}, "step is missing or no such value"),
+        ({("made_from", "state"): {"step": "x"}}, "step cannot be .x.[)]; use another"),
         ({("made_from", "state", "tokenizer"): "x"}, "tokenizer.json is not the tokenizer that made_from.state names"),
         ({("made_from", "weights_sha256"): None}, "no weights_sha256"),
     ],
