@@ -42,7 +42,7 @@ def test_the_rehearsal_runs_every_step_without_the_packages_that_the_machine_lac
     (tmp_path / "sitecustomize.py").write_text(HIDE)
     out = tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    line = [sys.executable, "-m", "bench.gpu", "--rehearse", "--budget", "600", "--out", str(out)]
+    line = [sys.executable, "-m", "bench.gpu", "--rehearse", "--budget", "1800", "--out", str(out)]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = read_rows(out / "rows.jsonl")
