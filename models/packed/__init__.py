@@ -1,1 +1,1 @@
-"""Trained arms with a bitnet body made small for inference: their ternary weights at 2 bits each."""
+"""Trained arms made small for inference: one packed file (docs/tfree.md), or a checkpoint with 2-bit weights."""
