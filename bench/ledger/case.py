@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +46,7 @@ class Work:
     flops: float = 0
     dtype: str | None = None
     iterations: float = 1
+    _: KW_ONLY
     outer: float = 1
     beside: float | None = None
     even: bool = False

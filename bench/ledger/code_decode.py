@@ -107,7 +107,7 @@ def _bins(launch: Launch, case: Case) -> Work:
     """As a pass over the codes, and an atomic addition of 8 bytes for every score."""
     base = _over_codes(launch, case)
     atomics = 8 * case.shape["T"] * VOCABULARY
-    return Work(base.hbm_read, 0, base.l2_read + atomics, base.flops, "int8", base.iterations, 1, base.chain)
+    return Work(base.hbm_read, 0, base.l2_read + atomics, base.flops, "int8", base.iterations, chain=base.chain)
 
 
 def _by_row(launch: Launch, case: Case) -> Work:
