@@ -3,8 +3,8 @@
     python -m bench.harness smollm2 --tasks hellaswag --questions 1000
 
 The questions come in parts; both adapters answer a part before the next one comes, and take turns in being first. Both hold the
-same weights and fp32. lm-eval's takes ``--batch-size`` rows at a time; ours counts tokens (``--batch-tokens``), so that both batches
-are of about one size where rows are of 128 tokens.
+same weights and fp32. lm-eval's takes ``--batch-size`` rows at a time; ours counts tokens (``--batch-tokens``), so that both
+batches are of about one size where rows are of 128 tokens.
 
 Every request's log-likelihood of one is compared with the other's. Exit code 1 when one differs by more than TOLERANCE nats, a
 greedy flag differs, or ours takes more than LIMIT of its time (CPU seconds, median over the parts). Appends a row per task to
@@ -99,7 +99,8 @@ def compare(adapters: "dict[str, LM]", asked: "Asked", arguments: argparse.Names
             cpu[name].append(time.process_time() - begun[0])
             wall[name].append(time.perf_counter() - begun[1])
             print(f"{asked.name}: part {number + 1}/{len(parts)}, {name}: {cpu[name][-1]:.1f} CPU s", file=sys.stderr, flush=True)
-    facts = {"model": arguments.model, "task": asked.name} | {name: getattr(arguments, name) for name in ("batch_size", "batch_tokens")}
+    batches = {"batch_size": arguments.batch_size, "batch_tokens": arguments.batch_tokens}
+    facts = {"model": arguments.model, "task": asked.name} | batches
     ratios = [own / other for own, other in zip(cpu["ours"], cpu["lm-eval"], strict=True)]
     return facts | differences(*answers.values()) | {"cpu_s": cpu, "wall_s": wall, "ratio": statistics.median(ratios)}
 
