@@ -61,7 +61,7 @@ def _fixed_data(arm: ArmSettings, size: int, bits: int, generator: torch.Generat
 
 
 def write_arm(model: LanguageModel, path: Path, dtype: str = "float32") -> Path:
-    """The packed file of a model, matrices in ``dtype``; its tokens are their ids' decimal digits."""
+    """The packed file of a model, matrices in ``dtype`` (float16: lift and map too); its tokens are their ids' decimal digits."""
     size = model.description.vocab_size
     words = [str(index).encode() for index in range(size)]
     ends = torch.tensor([len(word) for word in words]).cumsum(0).int().numpy().tobytes()
@@ -73,10 +73,11 @@ def write_arm(model: LanguageModel, path: Path, dtype: str = "float32") -> Path:
         "eos_id": 0,
         "bos_id": None,
     }
+    rounding = Rounding(dtype, map_dtype="float16" if dtype == "float16" else "float32")
     tokens = [
         NewTensor("tokenizer.json", "uint8", (2,), [b"{}"]),
         NewTensor("tokenizer.bytes", "uint8", (len(b"".join(words)),), [b"".join(words)]),
         NewTensor("tokenizer.ends", "uint32", (size,), [ends]),
     ]
-    write_file(path, about, [*model_tensors(model.state_dict(), model.description.arm, Rounding(dtype)), *tokens])
+    write_file(path, about, [*model_tensors(model.state_dict(), model.description.arm, rounding), *tokens])
     return path

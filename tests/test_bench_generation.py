@@ -5,13 +5,15 @@ import sys
 
 import numpy as np
 import pytest
+from engine_support import random_arm
 
 from bench.generation.__main__ import main
 from bench.generation.floor import read_seconds
 from bench.generation.make import made_up_counts, made_up_tokenizer
-from bench.generation.providers import LlamaCpp, Ours, Points, Sample, bytes_per_token, prior_kind, run
+from bench.generation.providers import LlamaCpp, Ours, Points, Sample, cache_bytes, prior_kind, run, weight_bytes
 from bench.generation.rows import latest_rows, make_rows, take_turns
 from models.engine.build import NoCompiler, find_compiler
+from models.engine.description import Description
 from models.errors import UsageError, UserError
 from models.packed.file import PackedFile
 from models.packed.load import PackedModel
@@ -42,10 +44,10 @@ def test_a_made_up_model_is_a_whole_one(model):
     body = packed.description.body
     heads = 2 * body.heads + 2 * body.key_heads
     weights = body.layers * body.width * (heads * body.head_width + 3 * body.ffn)
-    assert abs(bytes_per_token(model) - weights / 4 - 4 * (V + 96 * body.width)) < 5e4  # norms and scales
     with PackedFile(model) as file:
-        left_out = sum(t.nbytes for name, t in file.tensors.items() if name.startswith(("interface.", "codes.", "tokenizer.")))
-        assert bytes_per_token(model) == sum(t.nbytes for t in file.tensors.values()) - left_out
+        assert abs(weight_bytes(file) - weights / 4 - 4 * (V + 2 * 96 * body.width)) < 5e4  # norms and scales
+        left_out = sum(t.nbytes for name, t in file.tensors.items() if name.startswith(("codes.", "tokenizer.")))
+        assert weight_bytes(file) == sum(t.nbytes for t in file.tensors.values()) - left_out
     assert [path.name for path in model.parent.iterdir()] == ["tiny.tfree"]
 
 
@@ -93,7 +95,8 @@ def test_a_run_from_the_command_line(model, llama_bench, tmp_path, capsys):
     rows = {(r["provider"], r["measure"], r["depth"]): r for r in latest_rows(tmp_path / "out" / "generation.jsonl")}
     measures = [("decode", 0), ("decode", 40), ("prefill", 0), ("memory", 0), ("memory", 40)]
     names = ("engine tiny", "eager tiny", "llama.cpp Q8_0")
-    assert rows.keys() == {(name, *which) for name in names for which in measures} | {("engine tiny", "floor", 0)}
+    floors = {("engine tiny", "floor", depth) for depth in (0, 40)}
+    assert rows.keys() == {(name, *which) for name in names for which in measures} | floors
     theirs, ours = rows["llama.cpp Q8_0", "decode", 40], rows["eager tiny", "decode", 40]
     assert theirs["values"] == [100.0] and (theirs["tokens"], ours["tokens"]) == (6, 3)
     assert ours["ratio_to"] == "llama.cpp Q8_0" and 0 < ours["ratio"] < 100
@@ -101,7 +104,7 @@ def test_a_run_from_the_command_line(model, llama_bench, tmp_path, capsys):
     assert 50e6 < rows["llama.cpp Q8_0", "memory", 0]["median"] < 90e6  # a bare Python and what it holds: not what pytest holds
     assert rows["eager tiny", "memory", 0]["median"] > 150e6  # PyTorch
     assert rows["engine tiny", "memory", 0]["median"] < 60e6  # no PyTorch
-    assert 0 < rows["engine tiny", "decode", 0]["floor_share"] < 1
+    assert all(0 < rows["engine tiny", "decode", depth]["floor_share"] < 1 for depth in (0, 40))
     assert rows["engine tiny", "decode", 0]["prior"] == "uneven" and "prior" not in theirs and "code_bytes" not in ours
     assert all(0 < rows["engine tiny", measure, 0]["code_bytes"] <= (V + 31) // 32 * 32 * 96 / 8 for measure in ("decode", "floor"))
     assert (tmp_path / "out" / "generation.png").stat().st_size > 5000
@@ -182,3 +185,13 @@ def test_how_often_made_up_tokens_come(model, tmp_path):
     flat, shape = tmp_path / "flat.tfree", ["--preset", "gemma3-tiny", "--arm", "sign-bitnet", "--vocab-size", str(V)]
     assert main(["make", str(flat), *shape, "--prior", "flat"]) == 0
     assert (prior_kind(flat), prior_kind(model)) == ("flat", "uneven")
+
+
+def test_a_token_needs_the_keys_and_values_that_it_attends_to():
+    """Layers 1 and 2 of 3 see 40 slots, layer 3 all."""
+    description = Description(random_arm("gemma3", "sign/code/trained/bitnet").description.to_json())
+    each = 2 * 1 * 18  # keys and values, heads, numbers of a head
+    assert cache_bytes(description, "float16", 0, 1) == 3 * each * 2
+    assert cache_bytes(description, "float16", 99, 1) == (40 + 40 + 100) * each * 2
+    assert cache_bytes(description, "int8", 99, 1) == (40 + 40 + 100) * (each + 2 * 4)
+    assert cache_bytes(description, "float16", 39, 3) == (40 * 6 + 40 + 41 + 42) * each * 2 // 3

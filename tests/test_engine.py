@@ -80,19 +80,22 @@ def test_agrees_with_pytorch(arms, kind, parts) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-@pytest.mark.parametrize("parts", ["table/table/none/float", "table/tied/fixed/float", "kron/code/none/float"])
-def test_rounded_matrices_are_those_of_the_file(arms, dtype, parts) -> None:
+@pytest.mark.parametrize("parts", ["table/table/none", "table/tied/fixed", "kron/code/none", "sign/code/none"])
+@pytest.mark.parametrize("backend", [None, "portable"])
+def test_rounded_matrices_are_those_of_the_file(arms, dtype, parts, backend) -> None:
+    parts = f"{parts}/float"
     model, path = arms("gpt2", parts, dtype)
     state = model.state_dict()
     for name, tensor in state.items():
-        matrix = tensor.dim() == 2 and tensor.is_floating_point() and not (name == "head.weight" and "code" in parts)
-        if matrix and dtype == "int8":
+        matrix = tensor.dim() == 2 and tensor.is_floating_point()
+        lift_or_map = (name, parts.split("/")[0]) == ("interface.weight", "sign") or (name == "head.weight" and "code" in parts)
+        if matrix and dtype == "int8" and not lift_or_map:
             state[name] = quantise_rows(tensor, row_scales(tensor)).float() * row_scales(tensor)[:, None]
-        elif matrix:
+        elif matrix and dtype == "float16":
             state[name] = tensor.half().float()
     rounded = random_arm("gpt2", parts)
     rounded.load_state_dict(state)
-    with torch.inference_mode(), Engine(path, threads=1) as engine, engine.session() as session:
+    with torch.inference_mode(), Engine(path, threads=1, backend=backend) as engine, engine.session() as session:
         assert relative(torch.tensor(engine.hidden(session, IDS)), rounded(torch.tensor([IDS]))[0]) < 2e-3
         assert relative(torch.tensor(session.scores()), rounded.logits(torch.tensor([IDS]))[0, -1]) < 5e-3
 

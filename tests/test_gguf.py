@@ -130,8 +130,9 @@ def test_what_does_not_fit_the_format_is_refused(data_dir, run, tmp_path, monkey
     (tmp_path / "there.gguf").touch()
     with pytest.raises(UserError, match="there.gguf: exists already"):
         export_gguf(find_checkpoint(run), tmp_path / "there.gguf", "float16")
-    with pytest.raises(UsageError, match="--prior-dtype is for a .tfree file"):
-        main(["export", str(run), str(tmp_path / "model.gguf"), "--prior-dtype", "float16"])
+    for flag in ("--prior-dtype", "--map-dtype"):
+        with pytest.raises(UsageError, match=f"{flag} is for a .tfree file"):
+            main(["export", str(run), str(tmp_path / "model.gguf"), flag, "float16", "--dtype", "float32"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="writing GGUF needs the package gguf; run: pip install gguf"):
         export_gguf(find_checkpoint(run), tmp_path / "model.gguf", "float16")

@@ -129,6 +129,8 @@ def test_the_papers_46_megabytes():
     }  # fmt: skip
     assert sum(row["bytes"] for row in by_row) == 46_236_160
     assert sum(row["bytes"] for row in by_tensor) == 45_738_496 + 126 * 4
+    half = account(describe_preset("gemma3-270m", "C", "tensor"), Rounding(map_dtype="float16"))  # the paper's other count: 1.3 MB
+    assert {row["what"]: row["bytes"] for row in half}["lift and map"] == 1_310_720
 
 
 def test_the_account_without_weights_is_that_of_the_file(sign, tmp_path):
@@ -146,7 +148,7 @@ def test_the_commands(sign, tmp_path, capsys):
     out, run = tmp_path / "new" / "a.tfree", tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step_00000003").symlink_to(sign.path)
-    main(["export", str(run), str(out), "--prior-dtype", "float16"])
+    main(["export", str(run), str(out), "--prior-dtype", "float16", "--map-dtype", "float16"])
     assert "for inference only" in capsys.readouterr().out
     main(["verify", str(out)])
     assert "a.tfree: whole, " in capsys.readouterr().out
@@ -193,6 +195,7 @@ def test_what_cannot_be_exported_is_refused_by_name(sign, tmp_path):
         ("table/table/none/float", "head.weight", float("nan"), Rounding(), "head.weight: has values that are not finite"),
         ("table/table/none/float", "interface.weight", 1e5, Rounding("float16"), "interface.weight: .*float16.*--dtype int8"),
         ("sign/code/trained/float", "head.prior.values", -1e6, Rounding("int8", "float16"), "prior.*--prior-dtype float32"),
+        ("sign/code/none/float", "head.weight", 1e5, Rounding(map_dtype="float16"), "head.weight.*--map-dtype float32"),
         ("sign/code/fixed/float", "body.final_norm.weight", float("inf"), Rounding(), "body.final_norm.weight: .*not finite"),
     ]
     for number, (arm, name, value, rounding, message) in enumerate(cases):

@@ -4,6 +4,7 @@ Models with random weights of a preset's exact shape (no text comes out of them;
 the head, which ``make.py`` makes like trained ones, or on a flat prior: then all codes are read):
 
     python -m bench.generation make out/c.tfree --preset gemma3-270m --arm C
+    python -m bench.generation make out/c-half.tfree --preset gemma3-270m --arm C --map-dtype float16
     python -m bench.generation make out/c-flat.tfree --preset gemma3-270m --arm C --prior flat
     python -m bench.generation make out/a.gguf --preset gemma3-270m --arm A            # for llama.cpp (pip install gguf)
     llama-quantize out/a.gguf out/a-Q8_0.gguf Q8_0
@@ -30,8 +31,8 @@ process's own): quiet rounds are those where it is near 0. ``decode at D``: toke
 D tokens on (ours takes the best token of all scores each time; llama-bench computes all scores and samples none). ``prefill``:
 tokens/s of reading a prompt. ``memory``: the largest resident set of a fresh process that only decodes, and the context it had.
 
-``floor``: the engine's own process reads as many bytes as a token needs of the file (all matrices and the prior once; of an untied
-input table a row; of the codes what the decoded tokens took, ``code_bytes``) with as many threads, from memory with huge pages, by
-the C library's search for a byte that is not there. That is a pure read, the least a memory-bound token can take; ``share`` is its
-time over the token's. A cache that holds a part of the bytes lifts both.
+``floor``: the engine's own process reads as many bytes as a token needs (of the file all matrices and the prior once, of an untied
+input table a row, of the codes what the decoded tokens took, ``code_bytes``; the keys and values that it attends to) with as many
+threads, from memory with huge pages, by the C library's search for a byte that is not there. That is a pure read, the least a
+memory-bound token can take; ``share`` is its time over the token's. A processor's cache that holds a part of the bytes lifts both.
 """

@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     make.add_argument("--arm", default="C", help="one of the preset's, or interface/head/prior/linear (%(default)s)")
     make.add_argument("--vocab-size", type=positive, help="tokens (the preset's)")
     make.add_argument("--code-bits", type=positive, help="width of the sign codes (the preset's)")
+    make.add_argument("--map-dtype", default="float32", choices=("float16", "float32"), help="of lift and map (%(default)s)")
     make.add_argument("--prior", default="zipf", choices=("zipf", "flat"), help="how often tokens came (%(default)s)")
     measure = commands.add_parser("measure", help="time and memory of all providers in turn")
     add_providers(measure)
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     measure.add_argument("--threads", type=numbers, default=(1, 2), help="by comma (1,2)")
     measure.add_argument("--depths", type=numbers, default=(0, 500, 2000), help="contexts to decode from, by comma (0,500,2000)")
     measure.add_argument("--tokens", type=positive, default=128, help="tokens decoded at each (%(default)s)")
+    measure.add_argument("--kv", type=caches, default=("float16",), help="numbers of our engine's cache, by comma (float16)")
     measure.add_argument("--eager-tokens", type=positive, default=16, help="the same for eager PyTorch (%(default)s)")
     measure.add_argument("--prefill", type=int, default=512, help="tokens of the prompt that is read; 0: none (%(default)s)")
     count = commands.add_parser("count", help="instructions per token, under valgrind")
@@ -59,12 +61,21 @@ def numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected whole numbers by comma, got {text!r}") from None
 
 
+def caches(text: str) -> tuple[str, ...]:
+    from models.engine.engine import CACHES
+
+    if unknown := [part for part in text.split(",") if part not in CACHES]:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(CACHES)}, got {unknown[0]!r}")
+    return tuple(dict.fromkeys(text.split(",")))
+
+
 def find_providers(arguments: argparse.Namespace) -> list:
     """The providers that the command line names, ours first; what is not measured is said."""
     from bench.generation.providers import LlamaCpp, Ours, find_program
 
     most = getattr(arguments, "eager_tokens", None)
-    found: list = [Ours("engine", require_file(path)) for path in arguments.models]
+    kinds = getattr(arguments, "kv", ("float16",))
+    found: list = [Ours("engine", require_file(path), kv=kv) for path in arguments.models for kv in kinds]
     found += [Ours("eager", require_file(path), most) for path in arguments.eager]
     if arguments.gguf and not arguments.llama_bench:
         raise UsageError("--gguf needs --llama-bench: the program that runs the file")
@@ -90,7 +101,8 @@ def require_file(path: Path) -> Path:
 def run_make(arguments: argparse.Namespace) -> None:
     from bench.generation.make import make
 
-    make(arguments.out, arguments.preset, arguments.arm, arguments.vocab_size, arguments.code_bits, arguments.prior)
+    size = arguments.vocab_size, arguments.code_bits
+    make(arguments.out, arguments.preset, arguments.arm, *size, arguments.prior, arguments.map_dtype)
     print(f"{arguments.out}: {arguments.out.stat().st_size:,} bytes, random weights")
 
 

@@ -1,16 +1,18 @@
 """The process that is measured: reads one JSON request from its argument, prints one line of JSON.
 
-Request: ``engine`` ("engine" or "eager"), ``file`` (a .tfree file), ``threads``, ``decode`` ([[depth, tokens], ...]), ``prefill``
-(tokens, or 0), ``floor_bytes`` (besides codes; 0: no floor). Answer: {"decode": [tokens/s], "code_bytes": [bytes of codes a token],
-"prefill": tokens/s or null, "floor": [seconds]}; code_bytes are null where they are not known.
+Request: ``engine`` ("engine" or "eager"), ``file`` (a .tfree file), ``threads``, ``kv`` (numbers of the engine's cache), ``decode``
+([[depth, tokens], ...]), ``prefill`` (tokens, or 0), ``floor_bytes`` (of each decode, besides codes; empty: no floor). Answer:
+{"decode": [tokens/s], "code_bytes": [bytes of codes a token], "prefill": tokens/s or null, "floor": [seconds]}; code_bytes are null
+where they are not known.
 Nothing but the engine is imported here: what this process holds is what a user's would.
 """
 
 import json
 import random
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 WARM_TOKENS = 4
@@ -29,30 +31,31 @@ class Generator(Protocol):
         """Read tokens behind those already read; the best next one."""
 
 
-def engine(file: str, threads: int) -> Generator:
+def engine(file: str, threads: int, kv: str) -> Generator:
     from bench.generation.engine_session import EngineSession
 
-    return EngineSession(file, threads)
+    return EngineSession(file, threads, kv)
 
 
-def eager(file: str, threads: int) -> Generator:
+def eager(file: str, threads: int, kv: str) -> Generator:
     from bench.generation.eager_session import EagerSession
 
     return EagerSession(file, threads)
 
 
-ENGINES: dict[str, Callable[[str, int], Generator]] = {"engine": engine, "eager": eager}
+ENGINES: dict[str, Callable[[str, int, str], Generator]] = {"engine": engine, "eager": eager}
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Load the model and take every point of the request in turn."""
-    model = ENGINES[request["engine"]](request["file"], request["threads"])
+    model = ENGINES[request["engine"]](request["file"], request["threads"], request["kv"])
     ids = random.Random(0).choices(range(model.vocab_size), k=1 + max([request["prefill"], *(d for d, _ in request["decode"])]))
     decode_rate(model, ids[:1], WARM_TOKENS)
     decode = [decode_rate(model, ids[: max(1, depth)], tokens) for depth, tokens in request["decode"]]
     rates, code_bytes = zip(*decode, strict=True)
     prefill = prefill_rate(model, ids[: request["prefill"]]) if request["prefill"] else None
-    seconds = floor(request["floor_bytes"], code_bytes, request["threads"])
+    needed = [others + round(codes) for others, codes in zip(request["floor_bytes"], code_bytes, strict=False)]
+    seconds = [floor(count, request["threads"]) for count in needed]
     return {"decode": rates, "code_bytes": code_bytes, "prefill": prefill, "floor": seconds}
 
 
@@ -77,13 +80,11 @@ def prefill_rate(model: Generator, ids: list[int]) -> float:
     return len(ids) / seconds
 
 
-def floor(count: int, code_bytes: Sequence[float | None], threads: int) -> list[float]:
-    """Seconds of reading ``count`` bytes and the mean of ``code_bytes``, several times."""
-    if not count:
-        return []
+def floor(count: int, threads: int) -> float:
+    """Seconds of reading ``count`` bytes."""
     from bench.generation.floor import read_seconds
 
-    return read_seconds(count + round(sum(code_bytes) / len(code_bytes)), threads)
+    return statistics.median(read_seconds(count, threads))
 
 
 if __name__ == "__main__":

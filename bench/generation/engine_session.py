@@ -8,8 +8,8 @@ GREEDY = [Sampling(temperature=0.0)]
 class EngineSession:
     """See ``child.Generator``."""
 
-    def __init__(self, file: str, threads: int) -> None:
-        self.engine = Engine(file, threads=threads)
+    def __init__(self, file: str, threads: int, kv: str) -> None:
+        self.engine = Engine(file, threads=threads, kv=kv)
         self.vocab_size = self.engine.vocab_size
         self.session = None
         self.code_bytes = 0

@@ -15,6 +15,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -73,9 +74,15 @@ def spread_map(weight: torch.Tensor) -> None:
 
 
 def make(
-    out: Path, preset: str, arm: str, vocab_size: int | None = None, code_bits: int | None = None, prior: str = "zipf"
+    out: Path,
+    preset: str,
+    arm: str,
+    vocab_size: int | None = None,
+    code_bits: int | None = None,
+    prior: str = "zipf",
+    map_dtype: Literal["float16", "float32"] = "float32",
 ) -> None:
-    """Write the model of a preset's arm to ``out`` (.tfree or .gguf); ``prior``: zipf or flat. Raises UsageError for others."""
+    """Write the model of a preset's arm to ``out``, a .tfree or .gguf file (UsageError for others); ``prior``: zipf or flat."""
     if out.suffix not in (".tfree", ".gguf"):
         raise UsageError(f"{out}: expected a name that ends in .tfree or .gguf")
     shape = find_preset(preset)
@@ -89,7 +96,7 @@ def make(
         if out.suffix == ".gguf":
             export_gguf(checkpoint, out, "float16")
         else:
-            export_file(checkpoint, out, Rounding())
+            export_file(checkpoint, out, Rounding(map_dtype=map_dtype))
 
 
 def _checkpoint(folder: Path, settings: RunSettings, data: MadeUpData, fixed: FixedData) -> Checkpoint:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.engine.description import Description
 from models.errors import UserError
 from models.packed.file import PackedFile
 
@@ -65,24 +65,23 @@ class Ours(Provider):
     engine: str
     file: Path
     most_tokens: int | None = None  # at most so many tokens are decoded: eager is slow
+    kv: str = "float16"  # numbers of the engine's cache
 
     @property
     def name(self) -> str:
-        return f"{self.engine} {self.file.stem}"
+        return f"{self.engine} {self.file.stem}" + ("" if self.kv == "float16" else f", {self.kv} cache")
 
     def round(self, points: Points, threads: int) -> list[Sample]:
         tokens = min(points.tokens, self.most_tokens or points.tokens)
-        floor_bytes = bytes_per_token(self.file) if self.engine == "engine" else 0
-        answer, cost = run(self._command([(d, tokens) for d in points.depths], threads, points.prefill, floor_bytes))
+        floors = [bytes_per_token(self.file, self.kv, d, tokens) for d in points.depths] if self.engine == "engine" else []
+        answer, cost = run(self._command([(d, tokens) for d in points.depths], threads, points.prefill, floors))
         found = json.loads(answer)
         rates = zip(points.depths, found["decode"], found["code_bytes"], strict=True)
         samples = [Sample("decode", depth, tokens, rate, cost["foreign"], code_bytes) for depth, rate, code_bytes in rates]
         if points.prefill:
             samples.append(Sample("prefill", 0, points.prefill, found["prefill"], cost["foreign"]))
-        if found["floor"]:
-            seconds, code_bytes = statistics.median(found["floor"]), statistics.mean(found["code_bytes"])
-            samples.append(Sample("floor", 0, 1, seconds, cost["foreign"], code_bytes))
-        return samples
+        reads = zip(points.depths, found["floor"], found["code_bytes"], strict=False)  # no floor of eager
+        return samples + [Sample("floor", depth, tokens, seconds, cost["foreign"], codes) for depth, seconds, codes in reads]
 
     def memory(self, depth: int, tokens: int, threads: int) -> Sample:
         tokens = min(tokens, self.most_tokens or tokens)
@@ -92,9 +91,9 @@ class Ours(Provider):
     def decode_command(self, tokens: int) -> list[str]:
         return self._command([(0, tokens)], threads=1)
 
-    def _command(self, decode: Sequence[tuple[int, int]], threads: int, prefill: int = 0, floor_bytes: int = 0) -> list[str]:
-        request: dict[str, Any] = {"engine": self.engine, "file": str(self.file.resolve()), "threads": threads, "decode": decode}
-        request |= {"prefill": prefill, "floor_bytes": floor_bytes}
+    def _command(self, decode: Sequence[tuple[int, int]], threads: int, prefill: int = 0, floors: Sequence[int] = ()) -> list[str]:
+        request: dict[str, Any] = {"engine": self.engine, "file": str(self.file.resolve()), "threads": threads, "kv": self.kv}
+        request |= {"decode": decode, "prefill": prefill, "floor_bytes": floors}
         return [sys.executable, "-m", "bench.generation.child", json.dumps(request)]
 
 
@@ -152,13 +151,27 @@ def last_words(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1]
 
 
-def bytes_per_token(path: Path) -> int:
-    """Bytes of a packed file that each token needs, besides codes, of which the engine says how many it read: body and head whole,
-    a tied table too; of what only the input reads a token needs a row, which is left out."""
+def bytes_per_token(path: Path, kv: str, depth: int, tokens: int) -> int:
+    """Bytes that each of ``tokens`` tokens behind ``depth`` others needs, besides codes (the engine says how many it read)."""
     with PackedFile(path) as file:
-        tied = file.model["arm"]["head"] == "tied"
-        parts = ("body.", "head.", *(["interface."] if tied else []))
-        return sum(t.nbytes for name, t in file.tensors.items() if name.startswith(parts) and name != "body.position")
+        return weight_bytes(file) + cache_bytes(Description(file.model), kv, depth, tokens)
+
+
+def weight_bytes(file: PackedFile) -> int:
+    """Bytes of a packed file that every token needs: body and head whole, a lift and a tied table too. Of what else only the input
+    reads a token needs a row, which is left out."""
+    arm = file.model["arm"]
+    parts = ("body.", "head.", *(["interface."] if arm["head"] == "tied" or arm["interface"] == "sign" else []))
+    return sum(t.nbytes for name, t in file.tensors.items() if name.startswith(parts) and name != "body.position")
+
+
+def cache_bytes(description: Description, kv: str, depth: int, tokens: int) -> int:
+    """Bytes of keys and values (with their scales) that ``tokens`` tokens behind ``depth`` others attend to, the mean of them."""
+    config = description.config
+    vector = config.head_dim * 2 if kv == "float16" else config.head_dim + 4
+    windows = config.windows[: config.layers]  # a pointer; 0: none
+    slots = sum(min(at + 1, window or at + 1) for window in windows for at in range(depth, depth + tokens))
+    return 2 * config.kv_heads * vector * slots // tokens
 
 
 def prior_kind(path: Path) -> str:

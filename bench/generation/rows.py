@@ -58,7 +58,7 @@ def make_rows(found: dict[Key, list[Sample]], turns: Sequence[Turn], base: str |
         if theirs and name != base and UNITS[measure] != "seconds":
             row["ratio_to"] = base
             row["ratio"] = statistics.median(a.value / b.value for a, b in zip(samples, theirs, strict=True))
-        floor = found.get((name, threads, "floor", 0))
+        floor = found.get((name, threads, "floor", depth))
         if measure == "decode" and floor:
             row["floor_share"] = statistics.median(f.value * s.value for f, s in zip(floor, samples, strict=True))
         rows.append(row)
@@ -95,7 +95,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     from models.tables import markdown_table
 
     columns = (
-        ("measure", lambda r: r["measure"] + (f" at {r['depth']:,}" if r["measure"] in ("decode", "memory") else "")),
+        ("measure", lambda r: r["measure"] + (f" at {r['depth']:,}" if r["measure"] != "prefill" else "")),
         ("threads", lambda r: str(r["threads"])),
         ("provider", lambda r: r["provider"]),
         ("median", lambda r: shown(r, r["median"])),

@@ -58,6 +58,8 @@ def _add(commands: Any, name: str, run: Callable, summary: str) -> argparse.Argu
 def _add_rounding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("int8", "float16", "float32"),
                         help="of float matrices and tables (default: .tfree int8, a scale per row; .gguf float16)")  # fmt: skip
+    parser.add_argument("--map-dtype", choices=("float16", "float32"),
+                        help=".tfree: of the lift and map of sign codes (default float32)")  # fmt: skip
     parser.add_argument("--prior-dtype", choices=("float16", "float32"), help=".tfree: of the prior (default float32)")
 
 
@@ -73,7 +75,7 @@ def _percentile(text: str) -> float:
 
 def _rounding(arguments: argparse.Namespace) -> dict[str, str]:
     """The flags of ``_add_rounding`` that were given."""
-    return {name: value for name in ("dtype", "prior_dtype") if (value := getattr(arguments, name))}
+    return {name: value for name in ("dtype", "map_dtype", "prior_dtype") if (value := getattr(arguments, name))}
 
 
 def main(argv: list[str]) -> None:
@@ -94,8 +96,9 @@ def run_export(arguments: argparse.Namespace) -> None:
     if to == "checkpoint" and rounding:
         flag = next(iter(rounding)).replace("_", "-")
         raise UsageError(f"--{flag} is for a file: in a checkpoint all but ternary weights stay as they are")
-    if to == "gguf" and "prior_dtype" in rounding:
-        raise UsageError("--prior-dtype is for a .tfree file: llama.cpp knows no prior")
+    if to == "gguf" and rounding.keys() - {"dtype"}:
+        flag = max(rounding).replace("_", "-")  # "dtype" sorts before them
+        raise UsageError(f"--{flag} is for a .tfree file: llama.cpp knows neither sign codes nor a prior")
     checkpoint = find_checkpoint(arguments.checkpoint)
     if to == "tfree":
         from models.packed.sections import Rounding
@@ -127,7 +130,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         raise UsageError("give a .tfree file, or --preset NAME --arm ARM")
     if arguments.file:
         if _rounding(arguments) or arguments.arm:
-            raise UsageError("--dtype, --prior-dtype and --arm are for --preset: a file is what it is")
+            raise UsageError("--dtype, --map-dtype, --prior-dtype and --arm are for --preset: a file is what it is")
         _inspect_file(arguments.file)
     elif not arguments.arm:
         raise UsageError("--preset needs --arm")

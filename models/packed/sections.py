@@ -1,7 +1,8 @@
 """Which tensors the packed file of a model has, in which numbers: the layout, and a trained model's state brought into it.
 
 Names are those of the model's state (a bitnet body packed). Floating matrices may be rounded: to int8 with a scale per row, or to
-float16. What an arm has instead of a table (lift, map, norms, scales) is small and stays float32.
+float16. What an arm has instead of a table (lift, map, prior) is small and stays float32 unless float16 is asked for; norms and
+scales are always float32.
 """
 
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ class Rounding:
 
     dtype: Literal["int8", "float16", "float32"] = "int8"  # of matrices and tables
     prior_dtype: Literal["float16", "float32"] = "float32"
+    map_dtype: Literal["float16", "float32"] = "float32"  # of the lift and map of sign codes
+
+    def of(self, what: str) -> str:
+        """The dtype wanted for floating tensors of this role."""
+        return {MAPS: self.map_dtype, PRIORS: self.prior_dtype}.get(what, self.dtype)
 
 
 def role(name: str, shape: tuple[int, ...], interface: str, head: str) -> str:
@@ -56,9 +62,10 @@ def dtypes_for(name: str, tensor: Tensor, arm: "ArmSettings") -> tuple[str, ...]
     """The dtypes in which a packed file may hold this tensor of a model's state."""
     if not tensor.is_floating_point():
         return (INTEGERS[tensor.dtype],)
-    if name == PRIOR:
-        return ("float16", "float32")
-    return ("int8", "float16", "float32") if role(name, tuple(tensor.shape), arm.interface, arm.head) in MATRICES else ("float32",)
+    what = role(name, tuple(tensor.shape), arm.interface, arm.head)
+    if what in MATRICES:
+        return ("int8", "float16", "float32")
+    return ("float16", "float32") if what in (MAPS, PRIORS) else ("float32",)
 
 
 def layout(state: dict[str, Tensor], arm: "ArmSettings", rounding: Rounding) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -66,7 +73,7 @@ def layout(state: dict[str, Tensor], arm: "ArmSettings", rounding: Rounding) -> 
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, tensor in state.items():
         allowed = dtypes_for(name, tensor, arm)
-        wanted = rounding.prior_dtype if name == PRIOR else rounding.dtype
+        wanted = rounding.of(role(name, tuple(tensor.shape), arm.interface, arm.head))
         dtype = wanted if wanted in allowed else allowed[-1]
         found[name] = dtype, tuple(tensor.shape)
         if dtype == "int8":
@@ -82,7 +89,7 @@ def model_tensors(state: dict[str, Tensor], arm: "ArmSettings", rounding: Roundi
     placed = layout(state, arm, rounding)
     for name, tensor in state.items():
         dtype, shape = placed[name]
-        _check_range(name, tensor, dtype)
+        _check_range(name, tensor, dtype, role(name, shape, arm.interface, arm.head))
         scale = row_scales(tensor) if dtype == "int8" else None
         yield NewTensor(name, dtype, shape, _pieces(tensor, dtype, scale))
         if scale is not None:
@@ -100,7 +107,7 @@ def quantise_rows(rows: Tensor, scale: Tensor) -> Tensor:
     return units.round().clamp(-127, 127).to(torch.int8)
 
 
-def _check_range(name: str, tensor: Tensor, dtype: str) -> None:
+def _check_range(name: str, tensor: Tensor, dtype: str, what: str) -> None:
     if not tensor.is_floating_point():
         return
     for rows in _chunks(tensor):
@@ -109,7 +116,7 @@ def _check_range(name: str, tensor: Tensor, dtype: str) -> None:
         if not rows.isfinite().all():
             raise UserError(f"{name}: has values that are not finite; use another checkpoint")
         if dtype == "float16" and (rows.abs() > torch.finfo(torch.float16).max).any():
-            flag = "--prior-dtype float32" if name == PRIOR else "--dtype int8 or float32"
+            flag = {PRIORS: "--prior-dtype float32", MAPS: "--map-dtype float32"}.get(what, "--dtype int8 or float32")
             raise UserError(f"{name}: has values beyond ±65,504, which float16 cannot hold; export with {flag}")
 
 

@@ -1,5 +1,6 @@
 /* The parts of a model: which there must be and of what shape, and their rows as they come from the file. */
 #include "model.h"
+#include "numbers.h"
 
 #include <math.h>
 #include <string.h>
@@ -102,11 +103,11 @@ static int is_float(int kind)
 
 static int allowed(shape expected, int place, int kind)
 {
-    if (place == TF_CODE_MAP)
-        return kind == TF_FLOAT32;
+    if (place == TF_CODE_MAP || place == TF_LIFT)
+        return is_float(kind);
     if (expected.use == MATRIX)
         return is_float(kind) || kind == TF_INT8 || (kind == TF_TERNARY && place < TF_LAYER_PLACES);
-    if (expected.use == FLOATS || expected.use == TRANSPOSED)
+    if (expected.use == FLOATS)
         return kind == TF_FLOAT32 || (kind == TF_FLOAT16 && place == TF_PRIOR);
     return kind == expected.use;
 }
@@ -127,7 +128,7 @@ static size_t memory_bytes(const tf_model *model, shape expected, int kind)
     size_t rows = expected.rows, columns = expected.columns;
     if (expected.use == MATRIX)
         return model->backend->form_bytes(kind, (int)rows, (int)columns);
-    if (expected.use == FLOATS || expected.use == TRANSPOSED)
+    if (expected.use == FLOATS)
         return tf_times(tf_times(rows, columns), sizeof(float));
     return tf_times(rows, file_row_bytes(kind, columns));
 }
@@ -161,13 +162,6 @@ int tf_model_declare(tf_model *model, int layer, int place, int kind, int rows, 
     return TF_OK;
 }
 
-static float half_value(uint16_t bits)
-{
-    int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    float size = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
-    return bits >> 15 ? -size : size;
-}
-
 static void widen(int kind, const void *data, size_t count, float *out)
 {
     if (kind == TF_FLOAT32) {
@@ -177,7 +171,7 @@ static void widen(int kind, const void *data, size_t count, float *out)
     for (size_t i = 0; i < count; i++) {
         uint16_t bits;
         memcpy(&bits, (const char *)data + 2 * i, 2);
-        out[i] = half_value(bits);
+        out[i] = tf_from_half(bits);
     }
 }
 
@@ -268,15 +262,15 @@ static int check_spare_bits(const tf_model *model, const uint8_t *data, int coun
 static int take_rows(tf_model *model, tf_part *part, int layer, int place, const void *data, int count, size_t bytes)
 {
     int use = (place % TF_SCALE_OF < TF_LAYER_PLACES ? layer_shape(&model->c, place % TF_SCALE_OF) : model_shape(&model->c, place)).use;
-    if (place >= TF_SCALE_OF || use == FLOATS || use == TRANSPOSED)
+    if (place >= TF_SCALE_OF || use == FLOATS)
         return take_floats(model, part, layer, place, data, count);
+    if ((use == MATRIX || use == TRANSPOSED) && is_float(part->kind) && has_infinite(part->kind, data, bytes))
+        return tf_fail(TF_INVALID, "part %d has a value that is not finite", place);
     if (use == MATRIX) {
         if (part->kind == TF_TERNARY && has_code_three(data, bytes))
             return tf_fail(TF_INVALID, "part %d holds the 2-bit code 3, which no ternary weight has", place);
         if (part->kind == TF_INT8 && memchr(data, 0x80, bytes))
             return tf_fail(TF_INVALID, "part %d holds -128, which no rounded weight is", place);
-        if (is_float(part->kind) && has_infinite(part->kind, data, bytes))
-            return tf_fail(TF_INVALID, "part %d has a value that is not finite", place);
         model->backend->form_rows(&part->matrix, part->loaded, count, data);
         return TF_OK;
     }
@@ -333,16 +327,17 @@ static int transpose_lift(tf_model *model)
 {
     int bits = model->c.code_bits, width = model->c.width;
     tf_part *part = &model->parts[TF_LIFT];
-    model->lift = (tf_matrix){.kind = TF_FLOAT32, .rows = width, .columns = bits};
-    model->lift.form = tf_arena_take(&model->arena, model->backend->form_bytes(TF_FLOAT32, width, bits));
-    float *row = tf_alloc(tf_times(bits, sizeof(float)));
+    model->lift = (tf_matrix){.kind = part->kind, .rows = width, .columns = bits};
+    model->lift.form = tf_arena_take(&model->arena, model->backend->form_bytes(part->kind, width, bits));
+    size_t size = file_row_bytes(part->kind, 1);
+    char *row = tf_alloc(tf_times(bits, size));
     if (!model->lift.form || !row) {
         tf_free(row);
         return tf_fail(TF_NO_MEMORY, "no memory for the lift of the sign codes");
     }
     for (int i = 0; i < width; i++) {
         for (int k = 0; k < bits; k++)
-            row[k] = ((const float *)part->memory)[(size_t)k * width + i];
+            memcpy(row + k * size, (const char *)part->memory + ((size_t)k * width + i) * size, size);
         model->backend->form_rows(&model->lift, i, 1, row);
     }
     tf_free(row);
