@@ -311,6 +311,18 @@ def test_a_converted_model_is_scored_as_by_lm_evals_own_adapter(llama, tmp_path)
     compare(evaluate_task(scorer, asked, 100, None)[0], evaluate(theirs, asked.to_harness(), bootstrap_iters=0), "sequences")
 
 
+def test_the_benchmark_compares_both_adapters_request_by_request(llama):
+    pytest.importorskip("accelerate", reason="lm-eval's own adapter needs the package accelerate")
+    from bench import harness
+
+    arguments = harness.build_parser().parse_args([str(llama), "--tasks", "sequences", "--questions", "12", "--parts", "3"])
+    [asked] = load_tasks(["sequences"], offline=True, shots=None)
+    row = harness.compare(harness.both_adapters(arguments), asked, arguments)
+    assert (row["questions"], row["requests"], len(row["cpu_s"]["ours"])) == (12, 48, 3)
+    assert not harness.faults(row | {"ratio": 1.0}) and row["largest_difference"] < 1e-4 < row["mean_nats"]
+    assert len(harness.faults(row | {"ratio": 1.1, "largest_difference": 0.1, "greedy_differs": 1})) == 3
+
+
 def test_a_transformers_model_writes_as_with_lm_evals_own_adapter(llama):
     pytest.importorskip("accelerate", reason="lm-eval's own adapter needs the package accelerate")
     from lm_eval.models.huggingface import HFLM
