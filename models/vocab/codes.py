@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
-from models.vocab.wording import counted
+from models.tables import counted
 
 if TYPE_CHECKING:
     from models.vocab.sign_codes import SignCodes
