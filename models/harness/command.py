@@ -153,7 +153,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse what makes no sense before hours are spent."""
     refuse(arguments, TEXT_ONLY, "belongs to validation text; leave it out with --tasks")
     if not arguments.paths and not arguments.hf:
-        raise UsageError("name a run, a checkpoint, or a transformers model (--hf)")
+        raise UsageError("name a run, a checkpoint, a packed file, or a transformers model (--hf)")
     for name, smallest in (("limit", 1), ("shots", 0), ("batch_tokens", 1)):
         value = getattr(arguments, name)
         if value is not None and value < smallest:
