@@ -42,9 +42,9 @@ def main(argv: list[str]) -> int:
     import torch
 
     from bench import report
+    from bench.arm_steps import Size, arm_settings, compare, parse_impls, take_turns, trainees
     from bench.case import Setting
     from bench.frame import Effort
-    from bench.training import Size, arm_settings, compare, parse_impls, take_turns, trainees
 
     threads = arguments.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
