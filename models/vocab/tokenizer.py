@@ -17,8 +17,8 @@ import tokenizers
 
 from models.errors import UserError
 from models.files import write_text
+from models.packages import PACKAGED
 from models.vocab.backend import open_backend, set_plain
-from models.vocab.packages import PACKAGED
 from models.vocab.token_bytes import Vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
