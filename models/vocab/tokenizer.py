@@ -40,7 +40,7 @@ class Tokenizer:
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
         """The tokenizer that ``to_json`` (or any tokenizer.json) describes. Raises UserError when it cannot be read."""
-        return cls(open_backend(text))
+        return cls(open_backend(text.encode(errors="surrogatepass")))
 
     def to_json(self) -> str:
         """The whole tokenizer as the text of a tokenizer.json."""
