@@ -7,24 +7,25 @@
 With --arms and --seeds the differences between arms get confidence intervals over the seeds. --resume continues a grid that was
 stopped, and adds arms or seeds to one that is finished. `python -m models.training.report runs/grid` draws its report again.
 
-Every setting has a dotted name: `--set optim.lr=3e-4`, all of them with `--print-config`. Data folders are made by
-`python -m models.data prepare`.
+Every setting has a dotted name: `--set optim.lr=3e-4`, all of them with `--print-config`; models/settings.py says what each does.
+Data folders are made by `python -m models.data prepare`.
 """
 
 import argparse
 from typing import get_args
 
 from models.cli import add_common_flags, run_cli
+from models.presets import ARMS
 from models.settings import Head, Impl, Interface, Linear, Prior
 
 # flag -> the setting it stands for
 FLAGS = {
     "preset": ("arm.preset", "body and sizes; `python -m models.presets` lists them"),
-    "interface": ("arm.interface", ", ".join(get_args(Interface))),
-    "head": ("arm.head", ", ".join(get_args(Head))),
-    "prior": ("arm.prior", ", ".join(get_args(Prior))),
-    "linear": ("arm.linear", ", ".join(get_args(Linear))),
-    "impl": ("arm.impl", ", ".join(get_args(Impl))),
+    "interface": ("arm.interface", f"how a token id becomes the input: {', '.join(get_args(Interface))}"),
+    "head": ("arm.head", f"how the last hidden state becomes scores: {', '.join(get_args(Head))}"),
+    "prior": ("arm.prior", f"log unigram frequencies added to the scores: {', '.join(get_args(Prior))}"),
+    "linear": ("arm.linear", f"linear layers of the body: {', '.join(get_args(Linear))}"),
+    "impl": ("arm.impl", f"what runs our ops: {', '.join(get_args(Impl))}"),
     "data": ("data.dir", "folder of prepared tokens"),
     "codes": ("data.codes", "sign codes file (default: codes.safetensors in the data folder)"),
     "steps": ("train.steps", "optimizer steps"),
@@ -41,9 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for flag, (setting, text) in FLAGS.items():
         parser.add_argument(f"--{flag}", dest=setting, metavar="X", help=f"{text} [{setting}]")
-    names = "table,tied,binary,gf2,sign,sign-trained,sign-bitnet,kron"
     own = "with settings of its own: NAME=ARM@SETTING=VALUE"
-    parser.add_argument("--arms", help=f"train several: names ({names}) or interface/head/prior/linear; {own}")
+    parser.add_argument("--arms", help=f"train several: names ({','.join(ARMS)}) or interface/head/prior/linear; {own}")
     parser.add_argument("--seeds", metavar="N,N,...", help="train each arm with each of these seeds")
     parser.add_argument("--reference", metavar="ARM", help="the arm the others are compared with (default: the first)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any setting by dotted name; repeatable")

@@ -4,6 +4,10 @@
     python -m bench code_loss --T 1024 --V 262144 --no-sweep one shape only
     pytest bench                                             the same cases at small shapes through pytest-benchmark
 
+Programs of their own, each with its --help: ``step.py`` and ``trainer.py`` (training steps), ``harness.py`` (lm-eval),
+``packed_linear.py``, ``engine_kernels.py`` and ``generation/`` (the CPU), ``code_int8.py`` and ``code_skip.py`` (options of the
+loss), ``ledger/`` (machine code, no GPU) and ``gpu/`` (all that needs one). The rest is the frame of ``python -m bench OP``.
+
 Read ``case.py`` (what an op file declares), then ``kronecker.py`` (one op), ``gate.py`` (no speed for a wrong result),
 ``frame.py`` (timing), ``memory.py`` (extra memory) and ``report.py`` / ``plots.py`` (what is written).
 

@@ -71,8 +71,9 @@ class Head:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    about = "Measure the error of int8 scores on a trained run with a code head, against fp64."
-    parser = argparse.ArgumentParser(prog="python -m bench.code_int8", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.code_int8", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="a run's folder, or a checkpoint's")
     parser.add_argument("--data", type=Path, help="folder of prepared tokens (default: the run's)")
     parser.add_argument("--rows", type=int, default=16, help="validation windows, evenly spaced (%(default)s)")

@@ -49,8 +49,9 @@ def tile(text: str) -> tuple[int, int]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    about = "Which share of the code loss's tiles a trained model would skip, and the error of its gradient."
-    parser = argparse.ArgumentParser(prog="python -m bench.code_skip", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.code_skip", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="a run's folder or a checkpoint's, of an arm with a code head")
     parser.add_argument("--data", type=Path, help="prepared text (the run's own)")
     parser.add_argument("--tokens", type=int, default=4096, help="validation tokens, taken evenly (%(default)s)")

@@ -16,6 +16,7 @@ from bench.cold import Cold
 from bench.frame import Timing
 from bench.gate import Errors
 from bench.memory import MB
+from models.packages import installed_version
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
@@ -47,7 +48,7 @@ def provenance(setting: Setting, command: Sequence[str]) -> dict:
         "threads": setting.threads,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "torch": torch.__version__,
-        "triton": triton_version(),
+        "triton": installed_version("triton"),
         "python": platform.python_version(),
         "git_commit": git("rev-parse", "HEAD"),
         # Results of earlier runs are no reason to call the code modified.
@@ -65,15 +66,6 @@ def device_name(device: str) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def triton_version() -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def git(*arguments: str) -> str | None:

@@ -20,8 +20,9 @@ ARMS = "table,tied,binary,gf2,sign,kron,sign-bitnet"  # those of `make demo`
 
 
 def build_parser() -> argparse.ArgumentParser:
-    about = "Time an optimizer step of each arm against the first arm's."
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="gpt2-tiny", help="body and sizes (%(default)s)")
     parser.add_argument("--arms", default=ARMS, help="by comma; the first is what the others are compared with (%(default)s)")
     parser.add_argument("--impl", default="auto", help="implementations of our ops, by comma (%(default)s)")
@@ -41,9 +42,9 @@ def main(argv: list[str]) -> int:
     import torch
 
     from bench import report
+    from bench.arm_steps import Size, arm_settings, compare, parse_impls, take_turns, trainees
     from bench.case import Setting
     from bench.frame import Effort
-    from bench.training import Size, arm_settings, compare, parse_impls, take_turns, trainees
 
     threads = arguments.threads or torch.get_num_threads()
     torch.set_num_threads(threads)

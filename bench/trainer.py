@@ -4,8 +4,8 @@
 
 Four ways of one optimizer step take turns (bench/frame.py): ``plain``, a GPT-2 written as nanoGPT's (bench/plain_gpt2.py);
 ``arm``, our table arm of the same shape; ``bare``, the trainer's own step on prepared text without what it writes down; and
-``full``, the step as train.py takes it: batch hash, metrics line, progress line. Exit code 1 when ``arm`` takes more than LIMIT of
-plain's time, or ``full`` of bare's (medians over rounds of the two times' ratio). Appends rows to runs/bench/trainer.jsonl.
+``full``, the step as train.py takes it: batch hash, metrics line, progress line. Exit code 1 when ``arm`` takes more than 1.05 of
+plain's time (LIMIT), or ``full`` of bare's: medians over rounds of the two times' ratio. Appends rows to runs/bench/trainer.jsonl.
 """
 
 import argparse
@@ -27,7 +27,9 @@ LIMIT = 1.05
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.trainer", description="Time what training costs beside its arithmetic.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="gpt2-small", help="a gpt2 body (%(default)s)")
     parser.add_argument("--vocab", type=int, default=4096, help="vocabulary of plain and arm (%(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="rows of a step (%(default)s)")
@@ -76,8 +78,8 @@ def row(name: str, seconds: dict[str, list[float]], arguments: argparse.Namespac
 
 def model_steps(arguments: argparse.Namespace) -> dict[str, Callable[[], None]]:
     """Ours and the plain one, on the same ids."""
+    from bench.arm_steps import Size, Trainee, arm_settings
     from bench.plain_gpt2 import PlainTrainee
-    from bench.training import Size, Trainee, arm_settings
     from models.settings import OptimSettings
 
     size = Size(arguments.preset, arguments.vocab, bits=0, rows=arguments.rows)

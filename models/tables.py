@@ -27,6 +27,11 @@ def format_range(least: int, most: int) -> str:
     return f"{least:,}-{most:,}" if most > least else f"{least:,}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 group``, ``2 groups``, ``1,000 groups``: for nouns whose plural ends in s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def markdown_table(results: list[dict[str, Any]], columns: Sequence[Column]) -> str:
     """One row per result, columns aligned so that the text reads as a table too."""
     rows = [[title for title, _ in columns], *([cell(r) for _, cell in columns] for r in results)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from bench import case, cold, frame, training
+from bench import arm_steps, case, cold, frame
 from bench.gpu import __main__ as command
 from bench.gpu import modelled, pictures, plan, speed, suite, summary
 from bench.gpu.child import Request, read_rows
@@ -333,18 +333,19 @@ def test_a_case_of_the_ledger_runs_on_real_inputs():
 def test_losses_that_part_are_named():
     losses = {"eager": [2.0, 1.0], "fused": [2.0, 1.01, 0.5]}
     rows = [{"arm": "kron", "impl": impl, "losses": each} for impl, each in losses.items()]
-    assert training.compare(rows) == ["kron: fused has loss 1.010000 at step 2, eager 1.000000 (allowed: 0.001 relative)"]
+    assert arm_steps.compare(rows) == ["kron: fused has loss 1.010000 at step 2, eager 1.000000 (allowed: 0.001 relative)"]
     rows[1]["losses"] = [2.0, float("nan")]
-    assert "loss nan at step 2" in training.compare(rows)[0]
+    assert "loss nan at step 2" in arm_steps.compare(rows)[0]
     rows[1]["losses"] = [2.00001, 1.0]
-    assert training.compare(rows) == []
+    assert arm_steps.compare(rows) == []
 
 
 def test_training_steps_of_two_implementations_agree():
-    size = training.Size("gpt2-tiny", vocab=300, bits=64, rows=2, seq_len=16)
-    (arm,) = training.arm_settings(size.preset, ["kron"]).values()
-    rows = training.take_turns(training.trainees([("kron", arm, impl) for impl in ("eager", "naive")], size), frame.Effort(3, 0.0))
-    assert training.compare(rows) == [] and rows[0]["losses"][-1] < rows[0]["losses"][0]
+    size = arm_steps.Size("gpt2-tiny", vocab=300, bits=64, rows=2, seq_len=16)
+    (arm,) = arm_steps.arm_settings(size.preset, ["kron"]).values()
+    trainees = arm_steps.trainees([("kron", arm, impl) for impl in ("eager", "naive")], size)
+    rows = arm_steps.take_turns(trainees, frame.Effort(3, 0.0))
+    assert arm_steps.compare(rows) == [] and rows[0]["losses"][-1] < rows[0]["losses"][0]
     assert [row["impl"] for row in rows] == ["eager", "naive"] and rows[0]["ratio"] == 1.0
 
 

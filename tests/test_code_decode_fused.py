@@ -7,7 +7,7 @@ import torch
 from support import LargestTensor, assert_as_accurate, guarded, strided
 from test_code_loss import problem, with_gradients
 
-from kernels.code_loss import code_argmax, code_logits, code_topk, decode, fused_decode
+from kernels.code_loss import code_argmax, code_logits, code_topk, decode, fused_decode, fused_decode_scorer
 from kernels.launch import recording
 from kernels.sign_code import pack_sign_codes
 
@@ -80,7 +80,7 @@ def test_a_softcap_keeps_its_accuracy_and_makes_ties():
 
 def configure(monkeypatch, **sizes):
     for name, value in sizes.items():
-        monkeypatch.setattr(fused_decode, name, value)
+        monkeypatch.setattr(fused_decode_scorer if name == "_PROGRAMS" else fused_decode, name, value)
 
 
 def test_neither_the_other_rows_nor_the_split_matter(monkeypatch):
@@ -197,7 +197,7 @@ def test_what_is_refused():
         code_topk(hidden, codes, prior, 3, impl="fused")
     wide = torch.empty(1, 16385, device="meta"), torch.empty(9, 513, dtype=torch.int32, device="meta")
     with pytest.raises(ValueError, match="width at most 16384, got 16385; use impl='eager'"):
-        fused_decode.scorer(*wide, None, None)
+        fused_decode_scorer.scorer(*wide, None, None)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the sparse file is mapped into the host's memory")

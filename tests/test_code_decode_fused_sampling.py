@@ -8,8 +8,8 @@ from test_code_decode import FILTERS, frequencies
 from test_code_decode_fused import DEVICE, configure, placed
 
 from kernels.code_loss import code_argmax, code_sample, fused_sampling_kernels, sampling
-from kernels.code_loss.fused_decode import by_row
 from kernels.code_loss.fused_decode_cut import float_bits
+from kernels.code_loss.fused_decode_scorer import by_row
 from kernels.launch import target_of
 
 MORE = [{"top_k": 150}, {"top_k": 150, "top_p": 0.9, "min_p": 0.001}, {"min_p": 1.0}, {"temperature": 1e-6}, {"temperature": 1e30}]

@@ -12,9 +12,10 @@ from engine_support import VOCABULARY, random_arm, write_arm
 from packed_support import write_anew
 
 from kernels.code_loss import sample_scores
-from models.engine.engine import Engine, Sampling
+from models.engine.engine import Engine
 from models.engine.library import ContextFull
 from models.engine.reader import EngineReader
+from models.engine.session import Sampling
 from models.errors import UserError
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings
@@ -340,7 +341,8 @@ def test_neither_torch_nor_numpy_is_loaded(arms) -> None:
     _, path = arms("gemma3", "sign/code/trained/bitnet")
     code = f"""
 import sys
-from models.engine.engine import Engine, Sampling
+from models.engine.engine import Engine
+from models.engine.session import Sampling
 with Engine({str(path)!r}, threads=2) as engine:
     print(*engine.generate_ids([5, 6], 4, Sampling(temperature=0)))
 assert not {{"torch", "numpy", "tokenizers"}} & set(sys.modules), set(sys.modules)

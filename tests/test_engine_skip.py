@@ -11,7 +11,8 @@ from packed_support import little_checkpoint, write_anew
 
 from kernels.code_loss import sample_scores
 from models.engine.description import Description
-from models.engine.engine import Engine, Sampling
+from models.engine.engine import Engine
+from models.engine.session import Sampling
 from models.errors import UserError
 from models.packed.export import export_file
 from models.packed.extend import extend

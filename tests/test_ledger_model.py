@@ -268,6 +268,7 @@ def test_differences_name_what_changed():
     assert lines[0] == "o c forward bf16 sm_90 k: us 2 -> 3.5, registers 40 -> 48, spilled 0 -> 16, loop 10 -> 12"
     assert lines[1].startswith("o added forward bf16 sm_90 k: new, us 2") and lines[2] == "o dropped forward bf16 sm_90 k: gone"
     assert len(lines) == 3 and difference(old, old) == "no launch differs"
+    assert difference(old, old[:1], ["k"]).count("gone") == 2 and difference(old, old[:1], ["another"]) == "no launch differs"
 
 
 def test_the_table_fits_120_columns_and_shows_what_a_reader_needs():

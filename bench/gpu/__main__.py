@@ -11,6 +11,7 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+from bench.gpu import __doc__ as about
 from bench.gpu.plan import Step, all_steps, choose, limit
 from bench.ops import OPS
 from models.cli import add_common_flags, run_cli
@@ -23,8 +24,9 @@ LONGEST = 86_400.0  # seconds; waiting for a process takes no infinite time
 
 
 def build_parser() -> argparse.ArgumentParser:
-    about = "Test and time on a GPU what has a fused implementation, within a fixed number of seconds."
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--budget", type=float, default=480.0, metavar="SECONDS", help="length of the run at most (%(default)g)")
     parser.add_argument("--only", metavar="STEP,...", help="only these steps; 'speed' means every op's (see --list)")
     parser.add_argument("--list", action="store_true", help="print the steps and their seconds, and do nothing")

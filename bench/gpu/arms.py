@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
+from bench.arm_steps import Size, arm_settings, compare, take_turns, trainees
 from bench.frame import Effort
 from bench.gpu.child import Request
 from bench.impls import offers
-from bench.training import Size, arm_settings, compare, take_turns, trainees
 from models.settings import ArmSettings
 
 ARMS = ("kron", "sign/table", "binary", "gf2", "sign", "sign-bitnet")

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     if arguments.timeline:
         print(f"\n{timelines(rows)}")
     if old is not None:
-        print(f"\nsince {arguments.diff}:\n{difference(old['rows'], rows)}")
+        print(f"\nsince {arguments.diff}:\n{difference(old['rows'], rows, arguments.kernel)}")
     broken = violations(rows)
     for sentence in broken:
         print(f"violation: {sentence}")

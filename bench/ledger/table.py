@@ -102,8 +102,11 @@ def entries(rows: Sequence[dict]) -> dict[tuple, dict]:
     }
 
 
-def difference(old: Sequence[dict], new: Sequence[dict]) -> str:
-    """What changed from ``old`` to ``new``: time, registers, spills and main-loop instructions of each launch that differs."""
+def difference(old: Sequence[dict], new: Sequence[dict], kernels: Sequence[str] = ()) -> str:
+    """What changed from ``old`` to ``new``: time, registers, spills and main-loop instructions of each launch that differs.
+
+    ``kernels``: the only ones that ``new`` looked at (none: all).
+    """
     before, after = entries(old), entries(new)
     lines = []
     for key, launch in after.items():
@@ -113,7 +116,8 @@ def difference(old: Sequence[dict], new: Sequence[dict]) -> str:
         elif changes := _changes(before[key], launch):
             lines.append(f"{name}: {', '.join(changes)}")
     scope = {key[:1] + key[4:5] for key in after}  # what this run looked at
-    lines += [f"{' '.join(map(str, (*k[:5], k[6])))}: gone" for k in before if k not in after and k[:1] + k[4:5] in scope]
+    missing = [k for k in before if k not in after and k[:1] + k[4:5] in scope and (not kernels or k[6] in kernels)]
+    lines += [f"{' '.join(map(str, (*k[:5], k[6])))}: gone" for k in missing]
     return "\n".join(lines) or "no launch differs"
 
 

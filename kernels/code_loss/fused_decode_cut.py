@@ -12,7 +12,7 @@ import torch
 from kernels.launch import INTERPRETER, launch
 
 from . import fused_decode_cut_kernels as kernels
-from .fused_decode import Scorer, Tiling, by_row, power_of_two, scorer
+from .fused_decode_scorer import Scorer, Tiling, by_row, power_of_two, scorer
 
 ROWS = 32
 """Rows at once: their bins take 16 MiB."""

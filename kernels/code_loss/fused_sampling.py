@@ -12,8 +12,9 @@ import torch
 from kernels.launch import target_of
 
 from . import fused_sampling_kernels as kernels
-from .fused_decode import best_token, by_row, power_of_two, scorer, topk
+from .fused_decode import best_token, topk
 from .fused_decode_cut import ROWS, find_cut, float_bits
+from .fused_decode_scorer import by_row, power_of_two, scorer
 from .sampling import Filter, mixed_seed
 
 

@@ -12,9 +12,9 @@ from models.arm import LanguageModel, ModelDescription
 from models.convert.transformers_models import describe_model, is_tied, model_weights
 from models.errors import UserError
 from models.files import recover
+from models.packages import PACKAGED, need, packaged_gguf
 from models.settings import DataSettings, RunSettings, TrainSettings
 from models.training.checkpoint import Snapshot, blank_model, write_checkpoint
-from models.vocab.packages import PACKAGED, need, packaged_gguf
 from models.vocab.tokenizer import Tokenizer, load_tokenizer
 
 TOLERANCE = 1e-4  # of the spread of the logits; fp32 rounding over 30 layers stays below 1e-5

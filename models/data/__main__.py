@@ -24,7 +24,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. Numbers stay text here, so that all that is wrong with them can be said at once."""
-    parser = argparse.ArgumentParser(prog="python -m models.data", description="Prepare text for training; look at it.")
+    parser = argparse.ArgumentParser(
+        prog="python -m models.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prepare = commands.add_parser("prepare", help="turn text into tokens", description="Turn text into shards of tokens.")
     prepare.add_argument("out", metavar="OUT", help="the directory to write; it must not exist, or hold the same data")

@@ -17,13 +17,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from models.engine.description import Description
-from models.engine.library import CACHES, SKIPS, Draw, check, ints, load
+from models.engine.library import CACHES, SKIPS, check, ints, load
 from models.engine.loading import load_model
+from models.engine.reader import EngineReader
+from models.engine.session import Sampling, Session, as_draws
 from models.errors import UsageError
 from models.generation.loop import Piece, Timing, generate
 from models.generation.settings import GenerationSettings
@@ -32,107 +33,6 @@ from models.packed.file import PackedFile
 
 MOST_THREADS = 256  # native/threads.h
 USUAL_THREADS = 16  # more than this many seldom share one memory's bandwidth with profit
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one token is drawn: by the rule and the noise of ``kernels.code_loss.code_sample``, so that the same scores, seed and
-    position give the same token here and there.
-
-    ``temperature`` 0 takes the largest score (lowest id among equals); ``top_k`` 0 means all; ``seen`` are the ids whose score
-    ``repetition_penalty`` divides if above 0 and multiplies otherwise.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0  # signed, 64 bits
-    position: int = 0  # of the noise, signed, 64 bits
-    seen: Sequence[int] = ()
-
-
-class Session:
-    """What was read so far. Made by ``Engine.session``; serves one call at a time; freed by ``close`` or with the engine."""
-
-    def __init__(self, engine: "Engine", pointer: ctypes.c_void_p) -> None:
-        self.engine, self._pointer = engine, pointer
-
-    def __enter__(self) -> "Session":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __len__(self) -> int:
-        """Tokens read."""
-        return self.engine._library.tf_session_length(self._held())
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of keys and values."""
-        return self.engine._library.tf_session_bytes(self._held())
-
-    def close(self) -> None:
-        """Free the memory; using the session afterwards raises ValueError."""
-        with self.engine._lock:
-            self._free()
-
-    def _free(self) -> None:
-        if self._pointer:
-            self.engine._library.tf_session_free(self._pointer)
-            self._pointer = None
-            self.engine._sessions.discard(self)
-
-    def __del__(self) -> None:
-        if self._pointer and self.engine._engine:
-            self.engine._library.tf_session_free(self._pointer)
-            self._pointer = None
-
-    def _held(self) -> ctypes.c_void_p:
-        if not self._pointer:
-            raise ValueError("this session was closed")
-        return self._pointer
-
-    def copy(self) -> "Session":
-        """Another session that has read the same. Raises MemoryError."""
-        return self.engine._new_session(self.engine._library.tf_session_copy, self._held())
-
-    def rewind(self, length: int) -> None:
-        """Forget the tokens from ``length`` on (what is drawn next is undefined until a token is read).
-
-        Raises UserError when it never read so many, or when a layer with a window no longer holds what is needed.
-        """
-        library = self.engine._library
-        with self.engine._lock:
-            check(library, library.tf_session_rewind(self._held(), ints([length])[0]))
-
-    def score(self, tokens: Sequence[int], targets: Sequence[int | None]) -> tuple[list[float], list[bool]]:
-        """Read ``tokens``; for each the log-probability (nats) of its target as the next token, and whether that is the greedy one.
-
-        None as a target gives 0.0 and True, as an ignored target does in ``Head.score_targets``. A target's score and the
-        largest are exact; in the sum over codes, those of tokens with more than 2^-12 of the probability, which leaves some 1e-6.
-        Raises ValueError for lengths that differ, UserError for ids outside the vocabulary, ContextFull.
-        """
-        if len(tokens) != len(targets):
-            raise ValueError(f"expected a target or None for each of {len(tokens)} tokens, got {len(targets)}")
-        if any(target is not None and target < 0 for target in targets):
-            raise ValueError("a target is negative; None stands for no target")
-        library, count = self.engine._library, len(tokens)
-        wanted = ints(-1 if target is None else target for target in targets)
-        logprobs, greedy = (ctypes.c_float * count)(), (ctypes.c_uint8 * count)()
-        with self.engine._lock:
-            engine = self.engine._held()
-            check(library, library.tf_score(engine, self._held(), count, ints(tokens), wanted, logprobs, greedy))
-        return list(logprobs), [bool(value) for value in greedy]
-
-    def scores(self) -> list[float]:
-        """All scores [V] after the last token, exact; for tests and small vocabularies."""
-        library, out = self.engine._library, (ctypes.c_float * self.engine.vocab_size)()
-        with self.engine._lock:
-            check(library, library.tf_scores(self.engine._held(), self._held(), out))
-        return list(out)
 
 
 class Engine:
@@ -229,7 +129,7 @@ class Engine:
         flat, drawn = ints(token for row in tokens for token in row), (ctypes.c_int32 * len(counts))()
         with self._lock:
             engine, pointers = self._held(), self._pointers(sessions)
-            options = None if draws is None else _draws(draws)
+            options = None if draws is None else as_draws(draws)
             check(self._library, self._library.tf_read(engine, len(counts), pointers, counts, flat, None, options, drawn))
         return [] if draws is None else list(drawn)
 
@@ -249,7 +149,7 @@ class Engine:
         drawn = (ctypes.c_int32 * len(sessions))()
         with self._lock:
             engine, pointers = self._held(), self._pointers(sessions)
-            check(self._library, self._library.tf_draw_again(engine, len(sessions), pointers, _draws(draws), drawn))
+            check(self._library, self._library.tf_draw_again(engine, len(sessions), pointers, as_draws(draws), drawn))
         return list(drawn)
 
     def generate(
@@ -261,8 +161,6 @@ class Engine:
         timing: Timing | None = None,
     ) -> Iterator[Piece]:
         """Continue each prompt; ``models.generation.loop.generate`` with this engine. Arguments and errors as there."""
-        from models.engine.reader import EngineReader
-
         return generate(EngineReader(self), self.tokenizer, prompts, settings, should_stop=should_stop, timing=timing)
 
     def generate_ids(self, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
@@ -304,16 +202,3 @@ def default_threads() -> int:
     """The cores that this process may use, at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, USUAL_THREADS)
-
-
-def _draws(draws: Sequence[Sampling]) -> "ctypes.Array[Draw]":
-    return (Draw * len(draws))(*(_draw(draw) for draw in draws))
-
-
-def _draw(draw: Sampling) -> Draw:
-    for name in ("seed", "position"):
-        if type(value := getattr(draw, name)) is not int or not -(1 << 63) <= value < 1 << 63:
-            raise ValueError(f"{name} must be a 64-bit whole number, got {value!r:.40}")
-    seen = ints(sorted(set(draw.seen))) if draw.repetition_penalty != 1 else ints(())
-    filters = draw.temperature, draw.top_p, draw.min_p, ints([draw.top_k])[0], draw.repetition_penalty
-    return Draw(draw.seed, draw.position, *filters, seen, len(seen))

@@ -1,7 +1,12 @@
 """The engine as what generation asks: rows of tokens are sessions."""
 
-from models.engine.engine import Engine, Sampling, Session
+from typing import TYPE_CHECKING
+
+from models.engine.session import Sampling, Session
 from models.generation.settings import GenerationSettings
+
+if TYPE_CHECKING:
+    from models.engine.engine import Engine
 
 READ_AT_ONCE = 512  # tokens of all prompts; Python sees Ctrl-C only between calls of the library
 
@@ -9,7 +14,7 @@ READ_AT_ONCE = 512  # tokens of all prompts; Python sees Ctrl-C only between cal
 class EngineReader:
     """A ``models.generation.reader.Reader`` over an engine's sessions."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self.vocab_size, self.context = engine.vocab_size, engine.context
         self._sessions: list[Session] = []

@@ -43,7 +43,7 @@ def run_evaluation(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--rows must not be negative, got {arguments.rows}")
     refuse(arguments, TASKS_ONLY, "needs --tasks")
     if not arguments.paths:
-        raise UsageError("name a run or a checkpoint")
+        raise UsageError("name a run, a checkpoint or a packed file")
     require_writable(arguments, ("json",))
     device = choose_device(arguments.device)
     found = [checkpoint for path in arguments.paths for checkpoint in expand(Path(path))]

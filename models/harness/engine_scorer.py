@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.engine.engine import Engine, Session
+from models.engine.engine import Engine
 from models.engine.reader import EngineReader
+from models.engine.session import Session
 from models.files import sha256
 from models.generation.loop import complete
 from models.generation.settings import GenerationSettings

@@ -20,7 +20,7 @@ def score_rows(model: str, asked: Asked, evaluated: dict[str, Any]) -> list[Row]
     lm-eval's value and no interval).
     """
     rows = [row for name, task in asked.tasks.items() for row in _task_rows(model, name, task, evaluated)]
-    return rows + list(_pooled(model, asked, rows, evaluated)) if len(asked.tasks) > 1 else rows
+    return rows + list(_pooled(asked, rows, evaluated)) if len(asked.tasks) > 1 else rows
 
 
 def _task_rows(model: str, name: str, task: Any, evaluated: dict[str, Any]) -> Iterator[Row]:
@@ -40,7 +40,7 @@ def _task_rows(model: str, name: str, task: Any, evaluated: dict[str, Any]) -> I
         yield head | rest | _estimate(scores, aggregation, _plain(value), len(mine)) | {"scores": scores}
 
 
-def _pooled(model: str, asked: Asked, rows: Sequence[Row], evaluated: dict[str, Any]) -> Iterator[Row]:
+def _pooled(asked: Asked, rows: Sequence[Row], evaluated: dict[str, Any]) -> Iterator[Row]:
     """The tasks of a group as one: all their questions weigh the same, unless lm-eval's group says otherwise."""
     for metric, filtered in dict.fromkeys((row["metric"], row["filter"]) for row in rows):
         parts = [row for row in rows if (row["metric"], row["filter"]) == (metric, filtered)]

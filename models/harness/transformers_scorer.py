@@ -15,7 +15,7 @@ from models.errors import UserError
 from models.files import sha256
 from models.generation.settings import GenerationSettings
 from models.harness.scoring import Batch, Ids, Row
-from models.vocab.packages import PACKAGED, need, packaged_gguf
+from models.packages import PACKAGED, need, packaged_gguf
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # Every token sees all before it: no windows, under whatever name. Branches of a row were compared with rows of their own.

@@ -60,9 +60,9 @@ class PackedCodec:
                 raise file.fault("has no tokenizer.json, so no text can be encoded")
             text = file.read("tokenizer.json")
         try:
-            backend = open_backend(text.decode())
+            backend = open_backend(text)
             add_words(backend, [self.tokens[self._own + word] for word in range(self._words)], self._own)
-        except (UserError, UnicodeDecodeError) as error:
+        except UserError as error:
             raise UserError(f"{self._path}: its tokenizer cannot be used: {error}") from error
         return backend
 

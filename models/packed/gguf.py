@@ -16,9 +16,9 @@ import torch
 
 from models.errors import UserError
 from models.files import new_file
+from models.packages import need
 from models.packed.export import require_new
 from models.packed.gguf_tokenizer import tokenizer_fields
-from models.vocab.packages import need
 
 if TYPE_CHECKING:
     from torch import Tensor

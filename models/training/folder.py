@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from models.errors import UsageError, UserError
 from models.files import read_json, remove_abandoned, write_json
+from models.packages import installed_version
 from models.settings import RunSettings, flatten, from_nested
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,16 +84,9 @@ def provenance() -> dict[str, Any]:
         "argv": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()},
-        "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "tokenizers", "safetensors")},
+        "versions": {name: installed_version(name) for name in ("torch", "triton", "numpy", "tokenizers", "safetensors")},
         "git": git_state(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def git_state() -> dict[str, Any] | None:

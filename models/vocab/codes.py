@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
-from models.vocab.wording import counted
+from models.tables import counted
 
 if TYPE_CHECKING:
     from models.vocab.sign_codes import SignCodes
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m models.vocab.codes", description="Codes that stand in for a vocabulary table.")
+    parser = argparse.ArgumentParser(
+        prog="python -m models.vocab.codes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_makers(commands)
     gf2 = _add(commands, "gf2", run_gf2, "an invertible matrix over GF(2)", "Report (and write) a matrix that recodes ids.")

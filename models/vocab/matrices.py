@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from models.errors import UserError, unknown_name
-from models.vocab.packages import PACKAGED, need, packaged_gguf
+from models.packages import PACKAGED, need, packaged_gguf
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tok_embeddings.weight", "token_embd.weight")
 

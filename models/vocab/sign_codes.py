@@ -21,8 +21,8 @@ import torch
 
 from kernels.sign_code import pack_sign_codes, unpack_sign_codes
 from models.errors import UserError
+from models.tables import counted
 from models.vocab.cooccurrence import count_pairs, ppmi
-from models.vocab.wording import counted
 
 FORMAT, VERSION = "tablefree sign codes", 1
 _FIELDS = {"bits": int, "source": str, "details": dict, "explained_variance": float | None, "tokenizer": str | None}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from models.errors import UserError
-from models.vocab.wording import counted
+from models.tables import counted
 
 if TYPE_CHECKING:
     import torch

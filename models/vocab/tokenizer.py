@@ -17,8 +17,8 @@ import tokenizers
 
 from models.errors import UserError
 from models.files import write_text
+from models.packages import PACKAGED
 from models.vocab.backend import open_backend, set_plain
-from models.vocab.packages import PACKAGED
 from models.vocab.token_bytes import Vocabulary, read_vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
@@ -40,7 +40,7 @@ class Tokenizer:
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
         """The tokenizer that ``to_json`` (or any tokenizer.json) describes. Raises UserError when it cannot be read."""
-        return cls(open_backend(text))
+        return cls(open_backend(text.encode(errors="surrogatepass")))
 
     def to_json(self) -> str:
         """The whole tokenizer as the text of a tokenizer.json."""

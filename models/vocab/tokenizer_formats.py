@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from models.errors import UserError, unknown_name
 from models.files import write_text
 from models.hub import use_stored_if_unreachable
-from models.vocab.packages import PACKAGED, need, packaged_gguf
+from models.packages import PACKAGED, need, packaged_gguf
 from models.vocab.token_bytes import SPACE_MARK, byte_alphabet
 
 if TYPE_CHECKING:

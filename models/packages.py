@@ -1,6 +1,7 @@
-"""Optional Python packages: libraries of other formats, and packages whose cargo is a model file."""
+"""Python packages that may not be there: libraries of other formats, packages whose cargo is a model file; and their versions."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,14 @@ def need(module: str, purpose: str) -> ModuleType:
     if importlib.util.find_spec(module) is None:
         raise UserError(f"{purpose} needs the package {module}; run: pip install {module}")
     return importlib.import_module(module)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, by its name on PyPI; None when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def packaged_gguf(name: str) -> Path:
