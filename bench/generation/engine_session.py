@@ -1,6 +1,7 @@
 """Our engine on a packed file, as child.py measures it."""
 
-from models.engine.engine import Engine, Sampling
+from models.engine.engine import Engine
+from models.engine.session import Sampling
 
 GREEDY = [Sampling(temperature=0.0)]
 
