@@ -105,7 +105,7 @@ def recover(path: Path) -> bool:
     if restored:
         old.pop().rename(path)
     for leftover in [*old, *(entry for ending, entry in found if ending == "tmp")]:
-        _remove(leftover)
+        remove(leftover)
     return restored
 
 
@@ -125,10 +125,11 @@ def _is_dead(process: int) -> bool:
 def remove_abandoned(parent: Path) -> None:
     """Remove temporary files and folders that killed processes left in ``parent``. Call it only while holding its lock."""
     for path in parent.glob(".*.tmp"):
-        _remove(path)
+        remove(path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

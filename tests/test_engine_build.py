@@ -39,8 +39,8 @@ def test_a_library_is_made_once(compiler, tmp_path) -> None:
     path = compiler(COMPILER)
     library = build.ensure_library()
     assert library.read_text() == "half and half" and [*library.parent.iterdir()] == [library]
-    library.write_text("kept")
-    assert build.ensure_library() == library and library.read_text() == "kept"
+    made = library.stat().st_ino
+    assert build.ensure_library() == library and library.stat().st_ino == made
     assert build.ensure_library(sanitize=True) != library
     path.write_text(COMPILER + "# another version\n")
     assert build.ensure_library() != library
@@ -105,15 +105,27 @@ def test_a_cache_that_cannot_be_written_is_named(compiler, tmp_path) -> None:
         build.ensure_library()
 
 
-def test_what_killed_processes_left_is_removed_after_a_day(compiler, tmp_path) -> None:
+@pytest.mark.parametrize("damage", [b"half", b"half and hald"])
+def test_a_damaged_library_is_made_anew(compiler, damage) -> None:
+    """Loading a file that was cut short can end the process with SIGBUS."""
+    compiler(COMPILER)
+    library = build.ensure_library()
+    library.write_bytes(damage)
+    assert build.ensure_library() == library and library.read_text() == "half and half"
+
+
+def test_what_killed_processes_left_and_old_libraries_are_removed(compiler, tmp_path) -> None:
     cache = tmp_path / "cache"
-    for name, age in (("old", 90_000), ("new", 60)):
-        (folder := cache / f".engine-0123.{name}").mkdir(parents=True)
+    for name, age in ((".engine-0123.old", 700), (".engine-0123.new", 60)):
+        (folder := cache / name).mkdir(parents=True)
         (folder / "kernels.o").write_bytes(b"x")
         os.utime(folder, (time.time() - age,) * 2)
+    for name, days in (("engine-0123-4567.so", 91), ("engine-89ab-cdef.so", 89)):
+        (cache / name).write_bytes(b"x")
+        os.utime(cache / name, (time.time() - days * 86_400,) * 2)
     compiler(COMPILER)
-    build.ensure_library()
-    assert [path.name for path in cache.glob(".engine-*")] == [".engine-0123.new"]
+    library = build.ensure_library()
+    assert {path.name for path in cache.iterdir()} == {".engine-0123.new", "engine-89ab-cdef.so", library.name}
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
     python -m models.engine.build          # compile (or find) the library and print its path
 
-The library's name is a checksum of the sources, the flags and the compiler, so that none is ever stale. The cache folder is
-$TABLEFREE_CACHE, by default ~/.cache/tablefree. The compiler is $CC, else cc, gcc or clang, else the
-one in the ziglang wheel (``pip install ziglang``, for computers without a compiler).
+The library's name has a checksum of the sources, the flags and the compiler, so that none is ever stale, and one of its own
+bytes, so that half a library is never loaded. The cache folder is $TABLEFREE_CACHE, by default ~/.cache/tablefree. The compiler is
+$CC, else cc, gcc or clang, else the one in the ziglang wheel (``pip install ziglang``, for computers without a compiler).
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from models.errors import UsageError, UserError
 NATIVE = Path(__file__).parent / "native"
 STEM = "engine"
 LIMIT_S = 300  # for one file; the longest takes a few seconds
+UNUSED_S = 90 * 86_400  # libraries older than this go when another is compiled: they are mostly of sources that are gone
 X86 = ("x86_64", "AMD64")
 
 # ffp-contract=off: every backend gives the same bits in elementwise functions. The two -fno- let loops with sqrt, or with a choice
@@ -57,10 +58,8 @@ def ensure_library(sanitize: bool = False) -> Path:
     """
     compiler = find_compiler()
     sources = sorted(NATIVE.glob("*.c"))
-    library = cache_folder() / f"{STEM}-{_checksum(compiler, sources, sanitize)}.so"
-    if not library.exists():
-        _make(library, compiler, sources, sanitize)
-    return library
+    stem = f"{STEM}-{_checksum(compiler, sources, sanitize)}"
+    return _find(stem) or _make(stem, compiler, sources, sanitize)
 
 
 def why_not() -> str | None:
@@ -106,46 +105,66 @@ def _checksum(compiler: list[str], sources: list[Path], sanitize: bool) -> str:
     return f"{zlib.crc32(text):08x}{zlib.adler32(text):08x}"
 
 
+def _find(stem: str) -> Path | None:
+    """The library of this name with the bytes it was made with. One that was cut short would end the process (SIGBUS)."""
+    made = cache_folder().glob(f"{stem}-*.so")
+    return next((path for path in made if path.is_file() and path.name == _name(stem, path)), None)
+
+
+def _name(stem: str, made: Path) -> str:
+    return f"{stem}-{zlib.crc32(made.read_bytes()):08x}.so"
+
+
 def _flags(source: str, sanitize: bool) -> list[str]:
     extensions = [flags for (name, machines), flags in EXTENSIONS.items() if name == source and platform.machine() in machines]
     return sum(extensions, FLAGS) + (SANITIZE if sanitize else [])
 
 
-def _make(library: Path, compiler: list[str], sources: list[Path], sanitize: bool) -> None:
+def _make(stem: str, compiler: list[str], sources: list[Path], sanitize: bool) -> Path:
     from models.files import sync  # only to compile: most starts find the library made, and imports take memory
 
     print("compiling the CPU engine, once for this machine ...", file=sys.stderr, flush=True)
 
-    with _workspace(library) as folder:
+    with _workspace(stem) as folder:
         objects = []
         for source in sources:
             objects.append(str(Path(folder, source.stem + ".o")))
             _run([*compiler, *_flags(source.name, sanitize), "-c", str(source), "-o", objects[-1]], folder)
-        made = Path(folder, library.name)
+        made = Path(folder, f"{stem}.so")
         _run([*compiler, *_flags("", sanitize), *objects, *LINK, "-o", str(made)], folder)
         if not made.is_file():
             raise CompilerFailed(f"{shlex.join(compiler)}: ended well, but made no library; try another compiler (CC=...)")
         sync(made)  # else a crash could leave the name without its contents
+        library = cache_folder() / _name(stem, made)
         made.replace(library)
+    return library
 
 
 @contextlib.contextmanager
-def _workspace(library: Path) -> Iterator[str]:
-    """A folder beside the library, removed in the end; those that killed processes left a day ago are removed too."""
+def _workspace(stem: str) -> Iterator[str]:
+    """A folder in the cache, removed in the end."""
     import tempfile  # 6 MB of memory, see _make
 
-    cache = library.parent
+    cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        for left in cache.glob(f".{STEM}-*"):
-            with contextlib.suppress(FileNotFoundError):  # another process's, removed since
-                if left.stat().st_mtime < time.time() - 86_400:
-                    shutil.rmtree(left, ignore_errors=True)
-        folder = tempfile.TemporaryDirectory(prefix=f".{library.stem}.", dir=cache, ignore_cleanup_errors=True)
+        _sweep(cache)
+        folder = tempfile.TemporaryDirectory(prefix=f".{stem}.", dir=cache, ignore_cleanup_errors=True)
     except OSError as error:
         raise OSError(f"{error}: the compiled engine is kept there; set TABLEFREE_CACHE to a folder that can be written") from error
     with folder as name:
         yield name
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed processes left, and old libraries. A folder in use gets a new file with each run of the compiler."""
+    from models.files import remove
+
+    for pattern, age in ((f".{STEM}-*", 2 * LIMIT_S), (f"{STEM}-*.so", UNUSED_S)):
+        for left in cache.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):  # another process's, removed since
+                if left.stat().st_mtime < time.time() - age:
+                    remove(left)
 
 
 def _run(command: list[str], folder: str) -> None:
