@@ -169,6 +169,20 @@ def test_interrupted_rows_keep_what_they_have(data_dir, tokenizer):
     assert [pieces[-1].reason for pieces in rows.values()] == ["interrupted"] * 3
 
 
+def test_rows_of_a_prompt_that_was_broken_off_say_so(data_dir, tokenizer):
+    class Stopped(TorchReader):
+        def start(self, prompts, new, should_stop):
+            return super().start(prompts, new, should_stop) and not should_stop()
+
+    reader, timing = Stopped(lively(data_dir, *ARMS[0], dtype=torch.float32)), Timing()
+    settings = GenerationSettings(samples=2, batch_size=2)
+    pieces = list(generate(reader, tokenizer, PROMPTS[:2], settings, should_stop=lambda: True, timing=timing))
+    assert [(piece.prompt, piece.sample, piece.token, piece.text) for piece in pieces] == [
+        (prompt, sample, None, "") for prompt in range(2) for sample in range(2)
+    ]
+    assert {piece.reason for piece in pieces} == {"interrupted"} and timing.prompt_tokens == 0
+
+
 def test_wrong_prompts_and_settings(data_dir, tokenizer):
     model = lively(data_dir, *ARMS[0], dtype=torch.float32)
     too_long, not_text = r"prompt 2: has [\d,]+ tokens, and the model's context is 128", "prompt 2: not valid UTF-8"

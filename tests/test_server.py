@@ -2,21 +2,32 @@
 
 import asyncio
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+from http.client import HTTPConnection
+from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from starlette.requests import ClientDisconnect
 from starlette.testclient import TestClient
 from test_arms import make
 
 from models.data.shards import TokenData
-from models.generation.loop import Piece, complete, prompt_ids
+from models.generation.loop import complete, prompt_ids
 from models.generation.opened import OpenedModel
 from models.generation.settings import GenerationSettings
 from models.generation.torch_reader import TorchReader
 from models.server.app import _while_connected, create_app
 from models.server.protocol import parse_request
-from models.server.worker import END, Job
+from models.server.worker import Job
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +97,16 @@ def test_chat(opened, client):
     assert [event["choices"][0]["delta"].get("role") for event in streamed] == ["assistant"] + [None] * (len(streamed) - 1)
 
 
-def test_models_and_health(client):
-    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny" and client.get("/health").json() == {"status": "ok"}
+def test_models_with_their_limits_and_health(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 128)
+    assert model["limits"] == {"answers": 128, "stops": 16, "stop_characters": 1000, "body_bytes": 8 << 20}
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_wrong_paths_and_methods_are_told_in_json(client):
+    for response, status in ((client.get("/v1/completions"), 405), (client.post("/v1/embeddings"), 404)):
+        assert response.status_code == status and response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(("body", "said"), [
@@ -103,10 +122,22 @@ def test_models_and_health(client):
     ({"prompt": "a", "best_off": 1}, "unknown field 'best_off'"), ({"prompt": "word " * 500}, "the model's context is 128"),
     ({"prompt": "word " * 10**6}, "characters, and the model's context is 128 tokens"),
     (b'{"prompt": "\\ud800"}', "not valid UTF-8"), (b'{"prompt": "' + b"a" * (9 << 20) + b'"}', "larger than"),
+    ({"prompt": "a", "stop": ["a"] * 17}, "stop must be at most 16 texts of at most 1,000"),
+    ({"prompt": "a", "stop": "a" * 1001}, "stop must be at most"),
+    ({"prompt": "a", "max_tokens": "a" * 10**6}, "max_tokens must be"), ({"prompt": "a", "seed": 10**4000}, "seed must be"),
+    ({"prompt": "a", "n": 10**4000}, "samples must be"), ({"prompt": "a", "top_p": 10**4000}, "top_p must be"),
 ])  # fmt: skip
 def test_what_is_refused(client, body, said):
     response = client.post("/v1/completions", **({"content": body} if isinstance(body, bytes) else {"json": body}))
-    assert response.status_code == 400 and said in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and said in message and len(message) < 300
+
+
+def test_no_depth_of_lists_is_the_servers_fault(client):
+    """Just below the depth that JSON is refused at, it can be read and not be shown."""
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit()):
+        response = client.post("/v1/completions", content=b'{"prompt": "a", "n": ' + b"[" * depth + b"]" * depth + b"}")
+        assert response.status_code == 400, depth
 
 
 @pytest.mark.parametrize("messages", [None, [], ["hi"], [{"role": "robot", "content": "hi"}], [{"role": "user", "content": [1]}]])
@@ -119,24 +150,22 @@ def test_a_client_that_leaves_ends_its_generation():
         async def is_disconnected(self):
             return True
 
-    request = parse_request({"prompt": "a"}, chat=False)
-    job = Job(request.prompts, request.settings)
+    async def answer():
+        request = parse_request({"prompt": "a"}, chat=False)
+        job = Job(request.prompts, request.settings)
+        with pytest.raises(ClientDisconnect):
+            await _while_connected(Gone(), job, request)
+        assert job.cancelled.is_set()
 
-    def answer():
-        assert job.cancelled.wait(60)
-        job.results.put(Piece(0, 0, None, "", "interrupted"))
-        job.results.put(END)
-
-    threading.Thread(target=answer).start()
-    (done,) = asyncio.run(_while_connected(Gone(), job, request))
-    assert job.cancelled.is_set() and done.reason == "interrupted"
+    asyncio.run(answer())
 
 
 class _Waiting(TorchReader):
     """Draws nothing before it is told to."""
 
-    go = threading.Event()
-    begun = threading.Event()
+    def __init__(self, model):
+        super().__init__(model)
+        self.go, self.begun = threading.Event(), threading.Event()
 
     def draw(self, noise, rows, settings):
         self.begun.set()
@@ -144,9 +173,17 @@ class _Waiting(TorchReader):
         return super().draw(noise, rows, settings)
 
 
-def test_requests_wait_for_their_turn_and_too_many_are_refused(opened):
-    model = opened.new_reader().model
-    client = TestClient(create_app(OpenedModel("", opened.codec, lambda: _Waiting(model)), "slow", waiting=1))
+@pytest.fixture
+def held(opened):
+    """A server's reader that waits, and what makes the server."""
+    reader = _Waiting(opened.new_reader().model)
+    yield reader, lambda waiting: create_app(OpenedModel("", opened.codec, lambda: reader), "slow", waiting)
+    reader.go.set()
+
+
+def test_requests_wait_for_their_turn_and_too_many_are_refused(held):
+    reader, make_app = held
+    client = TestClient(make_app(1))
     asked, answers, refused = {"prompt": "The river", "max_tokens": 2, "seed": 1}, [], threading.Event()
 
     def ask():
@@ -156,13 +193,117 @@ def test_requests_wait_for_their_turn_and_too_many_are_refused(opened):
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     threads[0].start()
-    assert _Waiting.begun.wait(60)
+    assert reader.begun.wait(60)
     for thread in threads[1:]:
         thread.start()
     assert refused.wait(60), "one of them waits, so the other cannot"
-    _Waiting.go.set()
+    reader.go.set()
     for thread in threads:
         thread.join(60)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 503]
     assert "too many requests" in answers[0].json()["error"]["message"]
     assert answers[1].json()["choices"] == answers[2].json()["choices"]
+
+
+async def leave(app, body: dict) -> None:
+    """Send a request to ``app`` and hang up, as uvicorn tells it."""
+    content = json.dumps(body).encode()
+    messages = [{"type": "http.request", "body": content}, {"type": "http.disconnect"}]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"",
+             "asgi": {"version": "3.0", "spec_version": "2.3"}}  # fmt: skip
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        pass
+
+    await app(scope, receive, send)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_those_who_hung_up_keep_no_place_in_the_queue(held, stream):
+    reader, make_app = held
+
+    async def ask():
+        app, asked = make_app(1), {"prompt": "The river", "max_tokens": 2}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            first = asyncio.create_task(client.post("/v1/completions", json=asked))
+            await asyncio.to_thread(reader.begun.wait, 60)
+            await asyncio.wait_for(leave(app, asked | {"stream": stream}), 20)
+            second = asyncio.create_task(client.post("/v1/completions", json=asked))
+            await asyncio.sleep(0.2)
+            reader.go.set()
+            return [(await answer).status_code for answer in (first, second)]
+
+    assert asyncio.run(ask()) == [200, 200]
+
+
+def test_however_many_wait_the_server_answers(held):
+    """Clients that wait take no threads: there are 40 for all."""
+    reader, make_app = held
+
+    async def ask():
+        asked = [{"prompt": "The river", "max_tokens": 1, "stream": i % 2 == 0} for i in range(60)]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(64)), base_url="http://x") as client:
+            answers = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in asked]
+            await asyncio.to_thread(reader.begun.wait, 60)
+            await asyncio.sleep(1)
+            health = await asyncio.wait_for(client.get("/health"), 10)
+            refused = await asyncio.wait_for(client.post("/v1/completions", json={"prompt": "word " * 500}), 10)
+            reader.go.set()
+            return [health.status_code, refused.status_code, *[(await answer).status_code for answer in answers]]
+
+    assert asyncio.run(ask()) == [200, 400] + [200] * 60
+
+
+ENDLESS = """
+import time, types
+from models.generation.opened import OpenedModel
+from models.server.app import create_app
+from models.server.serving import serve
+from models.cli import run_cli
+
+class Reader:
+    vocab_size, context = 2, 10**9
+    def start(self, prompts, new, should_stop): return True
+    def step(self, tokens): time.sleep(0.01)
+    def draw(self, noise, rows, settings): return [0] * len(rows)
+
+codec = types.SimpleNamespace(vocab_size=2, tokens=[b"a", b"b"], start_id=0, eos_id=None, encode=lambda text: [1])
+run_cli(lambda _: serve(create_app(OpenedModel("", codec, Reader), "endless"), "127.0.0.1", PORT))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_and_tells_its_clients(number):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = ENDLESS.replace("PORT", str(port))
+    server = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        body = json.dumps({"prompt": "a", "max_tokens": 10**9, "stream": True})
+        stream, whole = HTTPConnection("127.0.0.1", port, timeout=60), HTTPConnection("127.0.0.1", port, timeout=60)
+        connect(stream, server)
+        stream.request("POST", "/v1/completions", body)
+        answer = stream.getresponse()
+        assert json.loads(answer.readline().removeprefix(b"data: "))["choices"]
+        whole.request("POST", "/v1/completions", body.replace("true", "false"))
+        time.sleep(0.2)
+        server.send_signal(number)
+        assert b"the server ends" in answer.read().splitlines()[-2]
+        refused = whole.getresponse()
+        assert refused.status == 503 and b"the server ends" in refused.read()
+        said = server.communicate(timeout=10)[1]
+        assert server.returncode == {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM}[number] and "Traceback" not in said, said
+    finally:
+        server.kill()
+
+
+def connect(connection: HTTPConnection, server: subprocess.Popen) -> None:
+    while server.poll() is None:
+        try:
+            return connection.connect()
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise AssertionError(server.communicate()[1])

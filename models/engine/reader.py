@@ -1,5 +1,6 @@
 """The engine as what generation asks: rows of tokens are sessions."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from models.engine.session import Sampling, Session
@@ -8,7 +9,7 @@ from models.generation.settings import GenerationSettings
 if TYPE_CHECKING:
     from models.engine.engine import Engine
 
-READ_AT_ONCE = 512  # tokens of all prompts; Python sees Ctrl-C only between calls of the library
+READ_AT_ONCE = 512  # tokens of all prompts; only between calls of the library can it be broken off
 
 
 class EngineReader:
@@ -19,14 +20,17 @@ class EngineReader:
         self.vocab_size, self.context = engine.vocab_size, engine.context
         self._sessions: list[Session] = []
 
-    def start(self, prompts: list[list[int]], new: int) -> None:
+    def start(self, prompts: list[list[int]], new: int, should_stop: Callable[[], bool]) -> bool:
         self.keep([])
         self._sessions = [self._engine.session() for _ in prompts]
         step = max(32, READ_AT_ONCE // max(1, len(prompts)))
         for begin in range(0, max(map(len, prompts), default=0), step):
+            if should_stop():
+                return False
             rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
             parts = [prompts[row][begin : begin + step] for row in rows]
             self._engine.read([self._sessions[row] for row in rows], parts)
+        return True
 
     def keep(self, rows: list[int]) -> None:
         kept: dict[Session, None] = {}  # in order; a list would be searched once a row

@@ -62,7 +62,7 @@ def generate(
     """Continue each prompt as ``settings`` say; yields pieces of all rows of a batch in turn.
 
     Every prompt begins a document: the token that stood before one in training is put before it. Rows that ``should_stop``, asked
-    after each step, breaks off end with the reason "interrupted".
+    after each step and between parts of long prompts, breaks off end with the reason "interrupted".
 
     Raises UsageError, before anything is computed, for a prompt that is not text or exceeds the context; UserError when the
     tokenizer is not the model's.
@@ -185,7 +185,9 @@ def _run(
 ) -> Iterator[Piece]:
     for rows in batches:
         began = time.perf_counter()
-        _read_prompts(reader, rows, settings, timing)
+        if not _read_prompts(reader, rows, settings, timing, should_stop):
+            yield from _interrupted([], batches)
+            return
         tokens = _draw(reader, rows, settings)
         timing.prompt_seconds += time.perf_counter() - began
         while True:
@@ -193,7 +195,7 @@ def _run(
             yield from pieces
             left = [i for i, piece in enumerate(pieces) if piece.reason is None]
             if should_stop():
-                yield from (row.interrupt() for row in [rows[i] for i in left] + [r for b in batches for r in b if not r.new])
+                yield from _interrupted([rows[i] for i in left], batches)
                 return
             if not left:
                 break
@@ -207,14 +209,24 @@ def _run(
             timing.new_tokens += len(rows)
 
 
-def _read_prompts(reader: Reader, rows: list[_Row], settings: GenerationSettings, timing: Timing) -> None:
-    """Read each prompt once, and go on with a row for each of its samples."""
+def _interrupted(rows: list[_Row], batches: list[list[_Row]]) -> Iterator[Piece]:
+    """The last pieces of the rows under way, and of those that were not begun."""
+    not_begun = [row for batch in batches for row in batch if not row.new]
+    yield from (row.interrupt() for row in rows + not_begun)
+
+
+def _read_prompts(
+    reader: Reader, rows: list[_Row], settings: GenerationSettings, timing: Timing, should_stop: Callable[[], bool]
+) -> bool:
+    """Read each prompt once, and go on with a row for each of its samples. False when ``should_stop`` broke it off."""
     prompts = {row.prompt: row.ids for row in rows}
-    timing.prompt_tokens += sum(map(len, prompts.values()))
     places = {prompt: place for place, prompt in enumerate(prompts)}
-    reader.start(list(prompts.values()), settings.max_tokens)
+    if not reader.start(list(prompts.values()), settings.max_tokens, should_stop):
+        return False
+    timing.prompt_tokens += sum(map(len, prompts.values()))
     if len(rows) > len(prompts):
         reader.keep([places[row.prompt] for row in rows])
+    return True
 
 
 def _draw(reader: Reader, rows: list[_Row], settings: GenerationSettings) -> list[int]:

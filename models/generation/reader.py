@@ -1,6 +1,6 @@
 """What generation asks of a model and of a tokenizer. No torch here: a packed file is generated from without it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from models.generation.settings import GenerationSettings
@@ -12,8 +12,11 @@ class Reader(Protocol):
     vocab_size: int
     context: int  # the most tokens of a row
 
-    def start(self, prompts: list[list[int]], new: int) -> None:
-        """Begin anew with these rows (at least one token each), to which at most ``new`` tokens will be added."""
+    def start(self, prompts: list[list[int]], new: int, should_stop: Callable[[], bool]) -> bool:
+        """Begin anew with these rows (at least one token each), to which at most ``new`` tokens will be added.
+
+        False when ``should_stop``, asked between parts of long prompts, broke it off: then only ``start`` may follow.
+        """
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows in this order; one may be named more than once."""

@@ -38,7 +38,7 @@ class GenerationSettings:
         counts = {"samples": self.samples, "max_tokens": self.max_tokens, "batch_size": self.batch_size}
         if self.top_k is not None:
             counts["top_k"] = self.top_k
-        found = [f"{name} must be a whole number of at least 1, got {n!r}" for name, n in counts.items() if not _whole(n, 1)]
+        found = [f"{name} must be a whole number of at least 1, got {n!r:.60}" for name, n in counts.items() if not _whole(n, 1)]
         ranges = (
             ("temperature", 0 <= self.temperature <= 1e30, "from 0 to 1e30"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -47,14 +47,14 @@ class GenerationSettings:
         )
         for name, fits, wanted in ranges:
             if not fits or not abs(getattr(self, name)) <= sys.float_info.max:  # a whole number may be beyond it
-                found.append(f"{name} must be a number {wanted}, got {getattr(self, name)!r}")
+                found.append(f"{name} must be a number {wanted}, got {getattr(self, name)!r:.60}")
         if not _whole(self.seed, -(1 << 63)) or self.seed >= 1 << 63:
-            found.append(f"seed must be a 64-bit integer, got {self.seed!r}")
+            found.append(f"seed must be a 64-bit integer, got {self.seed!r:.60}")
         if not all(self.stop):
             found.append("stop must not be an empty text")
         if isinstance(self.samples, int) and self.samples > MOST_SAMPLES:
-            found.append(f"samples must be at most {MOST_SAMPLES:,}, got {self.samples:,}")
-        found += [f"stop must be valid UTF-8, got {text!r}" for text in self.stop if not _is_utf8(text)]
+            found.append(f"samples must be at most {MOST_SAMPLES:,}, got {self.samples!r:.60}")
+        found += [f"stop must be valid UTF-8, got {text!r:.60}" for text in self.stop if not _is_utf8(text)]
         return found
 
     def sampling(self, vocab_size: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A PyTorch model as a Reader, with a cache of keys and values or without."""
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.code_loss import sample_scores
@@ -20,12 +22,13 @@ class TorchReader:
         self.hidden: torch.Tensor | None = None  # of each row's last token [rows, d]
 
     @torch.inference_mode()
-    def start(self, prompts: list[list[int]], new: int) -> None:
+    def start(self, prompts: list[list[int]], new: int, should_stop: Callable[[], bool]) -> bool:
         self.rows = [list(prompt) for prompt in prompts]
         if self.cached:
             # A row's last token is drawn and never read.
             self.cache = KVCache(self.model.description.body, min(self.context, max(map(len, prompts)) + new - 1))
         self._read_whole()
+        return True
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:

@@ -9,6 +9,7 @@ for a key, so other machines reach it only with --host, which is yours to protec
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from models.cli import add_common_flags, run_cli
@@ -37,15 +38,14 @@ def main(argv: list[str]) -> int:
         raise UsageError("--port must be from 1 to 65,535, and --waiting at least 1")
     options, path = open_options(arguments), Path(arguments.model)
     try:
-        import uvicorn
-
         from models.server.app import create_app
+        from models.server.serving import serve
     except ImportError as error:
         raise UserError(f"the server needs {error.name}: pip install -e '.[serve]'") from error
     model = open_model(path, options)
     print(model.about)
-    uvicorn.run(create_app(model, arguments.name or path.name, arguments.waiting), host=arguments.host, port=arguments.port)
-    return 0
+    name = os.fsencode(arguments.name or path.name).decode(errors="replace")  # answers are JSON in UTF-8
+    return serve(create_app(model, name, arguments.waiting), arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

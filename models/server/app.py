@@ -2,19 +2,23 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from models.errors import UsageError, UserError
 from models.generation.loop import Completion, Piece, add_piece, prompt_ids
 from models.generation.opened import OpenedModel
-from models.server.protocol import Answer, Request, parse_request
+from models.server.protocol import LIMITS, Answer, Request, parse_request
 from models.server.worker import Busy, Job, Worker
 
 MOST_BODY = 8 << 20  # bytes of a request
@@ -28,21 +32,35 @@ def create_app(model: OpenedModel, name: str, waiting: int = 16) -> Starlette:
         Route("/v1/completions", service.complete, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/models", service.models),
-        Route("/health", lambda request: JSONResponse({"status": "ok"})),
+        Route("/health", _health),
     ]
-    return Starlette(routes=routes)
+    handlers = {
+        ClientDisconnect: lambda request, error: Response(status_code=499),  # for the log alone, as nginx has it
+        HTTPException: lambda request, error: _error(error.status_code, "invalid_request_error", error.detail),
+        Exception: lambda request, error: _error(500, "server_error", "the server failed; its log says why"),
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.state.worker = service.worker
+    return app
+
+
+async def _health(request: HttpRequest) -> Response:
+    return JSONResponse({"status": "ok"})
 
 
 class _Service:
     def __init__(self, model: OpenedModel, name: str, waiting: int) -> None:
-        self.model, self.name = model, name
+        self.model, self.name, self.started = model, name, int(time.time())
         self.context = model.new_reader().context
         longest = max(map(len, model.codec.tokens), default=0)
         self.most_characters = self.context * max(longest, 1)  # of a prompt: what is longer cannot fit
         self.worker = Worker(model, waiting)
 
     async def models(self, request: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "tablefree"}]})
+        """The model, with what a request may ask of it: ``max_model_len`` (tokens of prompt and answer) is vLLM's name."""
+        about = {"id": self.name, "object": "model", "created": self.started, "owned_by": "tablefree"}
+        limits = LIMITS | {"body_bytes": MOST_BODY}
+        return JSONResponse({"object": "list", "data": [about | {"max_model_len": self.context, "limits": limits}]})
 
     async def complete(self, request: HttpRequest) -> Response:
         return await self._answer(request, chat=False)
@@ -52,23 +70,22 @@ class _Service:
 
     async def _answer(self, http: HttpRequest, chat: bool) -> Response:
         try:
-            request = parse_request(await _body(http), chat)
+            request = _parse(await _body(http), chat)
             tokens = await run_in_threadpool(self._count, request)
             job = self.worker.submit(request.prompts, request.settings)
         except (UserError, ValueError) as error:
             return _error(400, "invalid_request_error", str(error))
-        except Busy:
-            return _error(503, "overloaded_error", "too many requests wait already; try again later")
+        except Busy as error:
+            return _error(503, "overloaded_error", str(error))
         answer = Answer(request, self.name)
         if request.stream:
-            return StreamingResponse(_events(job, answer), media_type="text/event-stream")
+            return _Stream(job, answer)
         try:
             completions = await _while_connected(http, job, request)
         except UserError as error:
             return _error(400, "invalid_request_error", str(error))
-        except BaseException:
-            job.cancel()
-            raise
+        except Busy as error:
+            return _error(503, "overloaded_error", str(error))
         return JSONResponse(answer.whole(completions, tokens))
 
     def _count(self, request: Request) -> int:
@@ -81,48 +98,73 @@ class _Service:
         return sum(len(prompt_ids(self.model.codec, text, self.context, name)) for text, name in prompts)
 
 
-async def _body(http: HttpRequest) -> Any:
-    """The JSON body. Raises ValueError."""
-    content = b""
+async def _body(http: HttpRequest) -> bytes:
+    """The body. Raises ValueError, ClientDisconnect."""
+    content = bytearray()
     async for part in http.stream():
         content += part
         if len(content) > MOST_BODY:
             raise ValueError(f"the body is larger than {MOST_BODY:,} bytes")
+    return bytes(content)
+
+
+def _parse(content: bytes, chat: bool) -> Request:
+    """The request in a body. Raises UserError, ValueError."""
     try:
-        return json.loads(content)
+        body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON ({error})") from error
+    try:
+        return parse_request(body, chat)
+    except RecursionError as error:  # what Python could just read may be too deep to be shown
+        raise ValueError("the body has lists within lists that are too deep") from error
 
 
 async def _while_connected(http: HttpRequest, job: Job, request: Request) -> list[Completion]:
-    """All completions; a client that goes away ends the generation."""
-    work = asyncio.create_task(run_in_threadpool(_collect, job, request))
-    while not work.done():
-        await asyncio.wait({work}, timeout=LOOK_EVERY_S)
-        if not work.done() and await http.is_disconnected():
-            job.cancel()
-    return work.result()
+    """All completions. A client that goes away ends the generation, and raises ClientDisconnect."""
+    work = asyncio.create_task(_collect(job, request))
+    try:
+        while not (await asyncio.wait({work}, timeout=LOOK_EVERY_S))[0]:
+            if await http.is_disconnected():
+                raise ClientDisconnect
+        return work.result()
+    finally:
+        job.cancel()
+        work.cancel()
 
 
-def _collect(job: Job, request: Request) -> list[Completion]:
+async def _collect(job: Job, request: Request) -> list[Completion]:
     samples = range(request.settings.samples)
     done = {(i, sample): Completion(prompt, sample) for i, prompt in enumerate(request.prompts) for sample in samples}
-    for piece in job:
+    async for piece in job:
         add_piece(done[piece.prompt, piece.sample], piece)
     return list(done.values())
 
 
+class _Stream(StreamingResponse):
+    """Server-sent events. A client that goes away ends the generation, even one that went before anything was sent."""
+
+    def __init__(self, job: Job, answer: Answer) -> None:
+        super().__init__(_events(job, answer), media_type="text/event-stream")
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()
+
+
 async def _events(job: Job, answer: Answer) -> AsyncIterator[str]:
-    """Server-sent events; a client that goes away ends the generation."""
     try:
-        async for piece in iterate_in_threadpool(iter(job)):
+        async for piece in job:
             if _worth_sending(piece):
                 yield f"data: {json.dumps(answer.event(piece))}\n\n"
         yield "data: [DONE]\n\n"
     except UserError as error:
         yield f"data: {json.dumps(_problem('invalid_request_error', str(error)))}\n\n"
-    finally:
-        job.cancel()
+    except Busy as error:
+        yield f"data: {json.dumps(_problem('overloaded_error', str(error)))}\n\n"
 
 
 def _worth_sending(piece: Piece) -> bool:

@@ -10,12 +10,12 @@ from models.errors import UsageError
 from models.generation.loop import Completion, Piece
 from models.generation.settings import GenerationSettings
 
-FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "interrupted": "stop"}
+FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}
 SAMPLING = ("temperature", "top_p", "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos")  # ours from top_k on
 IGNORED = ("user", "model", "stream_options", "metadata", "store", "service_tier")
 NEUTRAL = {"logprobs": (0, False), "top_logprobs": (0,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},),
            "frequency_penalty": (0,), "presence_penalty": (0,), "tools": ([],), "response_format": ({"type": "text"},)}  # fmt: skip
-MOST_ANSWERS = 128  # of one request
+LIMITS = {"answers": 128, "stops": 16, "stop_characters": 1000}  # of one request; each new token is compared with every stop text
 USER = "\nUser:"  # a model of plain text goes on to write the other side too
 
 
@@ -45,12 +45,14 @@ def parse_request(body: Any, chat: bool) -> Request:
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise UsageError("stop must be a text or a list of texts")
+    if len(stops) > LIMITS["stops"] or any(len(stop) > LIMITS["stop_characters"] for stop in stops):
+        raise UsageError(f"stop must be at most {LIMITS['stops']} texts of at most {LIMITS['stop_characters']:,} characters")
     if not isinstance(body.get("stream", False), bool):
         raise UsageError("stream must be true or false")
     settings = _settings(body, stops + ([USER] if chat else []), chat)
     request = Request(chat, _prompts(body, chat), settings, body.get("stream", False))
-    if (answers := len(request.prompts) * request.settings.samples) > MOST_ANSWERS:
-        raise UsageError(f"at most {MOST_ANSWERS} answers at once, this asks for {answers:,}")
+    if (answers := len(request.prompts) * request.settings.samples) > LIMITS["answers"]:
+        raise UsageError(f"at most {LIMITS['answers']} answers at once, this asks for {answers:,}")
     return request
 
 
