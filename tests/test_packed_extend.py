@@ -11,8 +11,10 @@ import torch
 from packed_support import little_checkpoint, tokenizer, write_anew
 
 from kernels.sign_code import unpack_sign_codes
+from models.engine.engine import Engine
 from models.errors import UserError
 from models.packed.__main__ import main
+from models.packed.codec import PackedCodec
 from models.packed.export import export_file
 from models.packed.extend import check_splitting, extend, read_words
 from models.packed.file import PackedFile
@@ -156,6 +158,22 @@ def test_a_tokenizer_that_changes_text_around_words_is_refused():
                 check_splitting(before, after, texts)
         else:
             check_splitting(before, after, texts)
+
+
+def test_who_has_the_file_open_goes_on_with_what_was_opened(path):
+    def opened():
+        with PackedFile(path) as file:
+            return PackedCodec(file)
+
+    codec, engine = opened(), Engine(path, 1)
+    extend(path, WORDS)
+    assert codec.encode(WORDS[0]) == tokenizer().encode(WORDS[0])
+    with engine, pytest.raises(UserError, match="a.tfree: has changed since this engine was opened"):
+        _ = engine.tokenizer
+    codec = opened()
+    write_anew(path, {"tokenizer.json": ("uint8", (2,), b"{}")})
+    with pytest.raises(UserError, match="a.tfree: was replaced by another file since it was opened"):
+        codec.encode("text")
 
 
 def test_an_arm_without_a_prior(tmp_path):

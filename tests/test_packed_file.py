@@ -257,6 +257,22 @@ def test_appending_never_touches_what_was_there(path):
     assert path.read_bytes() == after
 
 
+def test_a_file_may_grow_as_it_is_opened(path, original, monkeypatch):
+    path.write_bytes(original)
+    row, fstat = NewTensor("codes.words", "uint32", (1, 1), [bytes(4)]), os.fstat
+
+    def fstat_before_an_append(descriptor):
+        found = fstat(descriptor)
+        monkeypatch.undo()
+        with PackedFile(path) as file:
+            append_rows(file, {}, [row])
+        return found
+
+    monkeypatch.setattr(os, "fstat", fstat_before_an_append)
+    assert open_and_check(path) == index_of(original)
+    assert open_and_check(path)["tensors"]["codes.words"]["shape"] == [3, 1]
+
+
 def test_slots_take_turns(path, original):
     path.write_bytes(original)
     for number in range(5):

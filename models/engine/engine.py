@@ -59,7 +59,7 @@ class Engine:
         self.path, self.kv = Path(path), kv
         self._lock, self._sessions = threading.Lock(), weakref.WeakSet()
         with PackedFile(path) as file:
-            self.index = file.index
+            self.index, self._slot = file.index, file.slot
             description = Description(file.model)
             self._library = load()
             self._model = load_model(self._library, file, description, backend)
@@ -95,8 +95,10 @@ class Engine:
 
     @cached_property
     def tokenizer(self) -> PackedCodec:
-        """Text to ids and back; the `tokenizers` library is imported when text is first encoded."""
+        """Text to ids and back; the `tokenizers` library is imported when text is first encoded. Raises UserError."""
         with PackedFile(self.path) as file:
+            if file.slot != self._slot:
+                raise file.fault("has changed since this engine was opened; open another")
             return PackedCodec(file)
 
     @property

@@ -42,6 +42,7 @@ class PackedCodec:
         if not all(type(n) is int and n >= 0 for n in counts) or sum(counts) > self.vocab_size:
             raise file.fault(f"the index has no numbers of ids and words that {self.vocab_size:,} ids have room for")
         self._path, (self._own, self._words) = file.path, counts
+        self._json = file.tensors.get("tokenizer.json")
 
     def _id(self, file: PackedFile, name: str) -> int | None:
         value = file.index.get(name)
@@ -58,6 +59,8 @@ class PackedCodec:
         with PackedFile(self._path) as file:  # not kept since: of a large vocabulary it takes as much as half the weights
             if "tokenizer.json" not in file.tensors:
                 raise file.fault("has no tokenizer.json, so no text can be encoded")
+            if file.tensors["tokenizer.json"] != self._json:  # words may have been added, which changes nothing here
+                raise file.fault("was replaced by another file since it was opened; open it again")
             text = file.read("tokenizer.json")
         try:
             backend = open_backend(text)

@@ -97,8 +97,9 @@ class PackedFile:
             raise self.fault("no such file" if not self.path.exists() else "not a file")
         self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            self.size = os.fstat(self._descriptor).st_size
-            self.slot = self._find_slot()
+            header = self._read_header()
+            self.size = os.fstat(self._descriptor).st_size  # after the header: what an append makes it name is there then
+            self.slot = self._find_slot(header)
             self.index = self._read_index()
             self.model: dict[str, Any] = self._object("model")
             self.tensors = {name: self._tensor(name, entry) for name, entry in self._object("tensors").items()}
@@ -155,10 +156,13 @@ class PackedFile:
             offset, count = offset + len(piece), count - len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _find_slot(self) -> Slot:
-        if self.size < HEADER:
-            raise self.fault(f"not a packed file: only {self.size} bytes")
-        header = self._bytes(0, HEADER)
+    def _read_header(self) -> bytes:
+        header = os.pread(self._descriptor, HEADER, 0)
+        if len(header) < HEADER:
+            raise self.fault(f"not a packed file: only {len(header)} bytes")
+        return header
+
+    def _find_slot(self, header: bytes) -> Slot:
         version, zero = struct.unpack_from("<II", header, 8)
         if header[:8] != MAGIC:
             raise self.fault("not a packed file (another beginning); make one with `python -m models.packed export RUN OUT.tfree`")
