@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from models.errors import UserError
 
@@ -25,11 +25,16 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:
-        if error.filename not in (None, str(temporary)):
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file by itself
+        raise_named(error, path, temporary)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def raise_named(error: OSError, path: Path, temporary: Path | None = None) -> NoReturn:
+    """Raise the error with the name of the file that was to be written: a full disk names none by itself, or ``temporary``."""
+    if error.errno is None or error.filename not in (None, str(temporary)):
+        raise error
+    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -168,12 +168,33 @@ def test_who_has_the_file_open_goes_on_with_what_was_opened(path):
     codec, engine = opened(), Engine(path, 1)
     extend(path, WORDS)
     assert codec.encode(WORDS[0]) == tokenizer().encode(WORDS[0])
-    with engine, pytest.raises(UserError, match="a.tfree: has changed since this engine was opened"):
+    with engine, pytest.raises(UserError, match="a.tfree: has changed since it was opened"):
         _ = engine.tokenizer
     codec = opened()
     write_anew(path, {"tokenizer.json": ("uint8", (2,), b"{}")})
     with pytest.raises(UserError, match="a.tfree: was replaced by another file since it was opened"):
         codec.encode("text")
+
+
+def test_a_model_is_not_read_from_a_file_that_has_changed(path, monkeypatch):
+    """Among others by two commands that add words at once."""
+    model = PackedModel.open(path)
+    extend(path, WORDS[:1])
+    for read in (model.load_model, model.load_tokenizer, model.verify):
+        with pytest.raises(UserError, match="a.tfree: has changed since it was opened: words were added"):
+            read()
+    opened = PackedModel.open
+
+    def opened_before_another_adds_words(path):
+        monkeypatch.undo()
+        model = opened(path)
+        extend(path, WORDS[1:2])
+        return model
+
+    monkeypatch.setattr(PackedModel, "open", opened_before_another_adds_words)
+    with pytest.raises(UserError, match="a.tfree: has changed since it was opened: words were added"):
+        extend(path, WORDS[2:])
+    assert PackedModel.open(path).words == 2
 
 
 def test_an_arm_without_a_prior(tmp_path):

@@ -316,7 +316,7 @@ def test_a_full_disk_leaves_the_old_file(path, original, room):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(original) + room, before[1]))
     try:
-        with PackedFile(path) as file, pytest.raises(OSError):
+        with PackedFile(path) as file, pytest.raises(OSError, match="a.tfree"):
             append_rows(file, {"long": "x" * 2000}, [NewTensor("b", "uint8", (5000,), [bytes(5000)])])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

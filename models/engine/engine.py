@@ -96,9 +96,7 @@ class Engine:
     @cached_property
     def tokenizer(self) -> PackedCodec:
         """Text to ids and back; the `tokenizers` library is imported when text is first encoded. Raises UserError."""
-        with PackedFile(self.path) as file:
-            if file.slot != self._slot:
-                raise file.fault("has changed since this engine was opened; open another")
+        with PackedFile(self.path, self._slot) as file:
             return PackedCodec(file)
 
     @property

@@ -65,8 +65,8 @@ def extend(path: Path, words: list[str], percentile: float = 75.0) -> Extension:
     ``percentile``: of the file's priors, for the words' own. A kill at any moment leaves the old or the new file. Raises UserError
     when the arm has another interface or head than sign codes, when a word cannot be a token, and what PackedModel does.
     """
-    with PackedFile(path) as file:
-        model = PackedModel.open(path)
+    model = PackedModel.open(path)
+    with PackedFile(path, model.slot) as file:
         _require_codes(model)
         tokenizer = model.load_tokenizer()
         splits = {word: ids for word, ids in zip(words, tokenizer.encode_batch(words), strict=True) if len(ids) > 1}

@@ -91,7 +91,8 @@ class PackedFile:
     are checked as they are read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, same: Slot | None = None) -> None:
+        """``same``: the slot that the file had when it was opened before; UserError when it has another now."""
         self.path = Path(path)
         if not self.path.is_file():
             raise self.fault("no such file" if not self.path.exists() else "not a file")
@@ -100,6 +101,8 @@ class PackedFile:
             header = self._read_header()
             self.size = os.fstat(self._descriptor).st_size  # after the header: what an append makes it name is there then
             self.slot = self._find_slot(header)
+            if same not in (None, self.slot):
+                raise self.fault("has changed since it was opened: words were added, or it was replaced; open it again")
             self.index = self._read_index()
             self.model: dict[str, Any] = self._object("model")
             self.tensors = {name: self._tensor(name, entry) for name, entry in self._object("tensors").items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.arm import LanguageModel, ModelDescription
 from models.errors import UserError
 from models.packed.contents import Ends, check_contents, pieces, rule_for
-from models.packed.file import PackedFile
+from models.packed.file import PackedFile, Slot
 from models.packed.sections import dtypes_for
 from models.packed.words import with_words
 from models.settings import RunSettings, from_nested, override
@@ -40,6 +40,7 @@ class PackedModel:
     """A packed file whose index was checked; it has what ``Checkpoint`` has for scoring and generation."""
 
     path: Path
+    slot: Slot  # of the index that was checked; what is read later must still be what it names
     description: ModelDescription
     settings: RunSettings  # of the run it was made from
     state: dict[str, Any]  # as a checkpoint's: how far that run was, and the tokenizer's fingerprint (with added words)
@@ -52,7 +53,8 @@ class PackedModel:
 
     @classmethod
     def open(cls, path: Path) -> "PackedModel":
-        """Check index and layout (not the contents, which are checked as they are read). Raises UserError."""
+        """Check index and layout (not the contents, which are checked as they are read). Raises UserError, as all its methods do
+        when the file has changed since."""
         with PackedFile(path) as file, naming(file.path):
             return _open(cls, file)
 
@@ -77,7 +79,7 @@ class PackedModel:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, added words included; UserError unless its tokens are those that the file lists."""
-        with PackedFile(self.path) as file, naming(file.path):
+        with PackedFile(self.path, self.slot) as file, naming(file.path):
             tokens = self._tokens(file)
             tokenizer = Tokenizer.from_json(_text(file))
             tokenizer.origin = self.path
@@ -102,14 +104,14 @@ class PackedModel:
         Raises UserError that names a tensor whose checksum or contents are wrong.
         """
         model = blank_model(self.description.with_impl(impl or "auto"))
-        with PackedFile(self.path) as file, naming(file.path):
+        with PackedFile(self.path, self.slot) as file, naming(file.path):
             state = {name: _load(file, name, self.description) for name in model.state_dict()}
         model.load_state_dict(state, strict=True, assign=True)
         return model.eval()
 
     def verify(self) -> None:
         """Check every checksum, all contents, and that tokenizer and tokens agree. Raises UserError that names what is wrong."""
-        with PackedFile(self.path) as file:
+        with PackedFile(self.path, self.slot) as file:
             check_contents(file, self.description)
         self.load_tokenizer()
 
@@ -142,7 +144,7 @@ def _open(cls: type[PackedModel], file: PackedFile) -> PackedModel:
         raise file.fault("made_from has no weights_sha256")
     _check_layout(file, description)
     state = checked_state(made_from.get("state"), file.path)
-    return cls(file.path, description, settings, state, **counts, **ids, weights_sha256=weights)
+    return cls(file.path, file.slot, description, settings, state, **counts, **ids, weights_sha256=weights)
 
 
 def _check_layout(file: PackedFile, description: ModelDescription) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from models.files import new_file
+from models.files import new_file, raise_named
 from models.packed.file import (
     ALIGNMENT,
     HEADER,
@@ -68,9 +68,11 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
                 listed[tensor.name] = _extended(listed.get(tensor.name), tensor, _write_section(file, tensor))
             slot = _write_index(file, old.index | about | {"tensors": listed}, 1 - old.slot.place, old.slot.generation + 1)
             os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 file.truncate(old.slot.end)
+            if isinstance(error, OSError):
+                raise_named(error, old.path)
             raise
         file.seek(SLOTS[slot.place])
         _write(file, slot.pack())
