@@ -2,8 +2,10 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from models.errors import UserError
@@ -16,6 +18,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run ``main`` with the process's arguments and exit: 0 (or what it returns), a UserError's own code, 130 for Ctrl-C."""
+    _open_streams()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("tablefree.kernels").setLevel(logging.WARNING)  # a command's first line says which ops run how
     sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: where the encoding is not UTF-8, no character ends a run
@@ -38,6 +41,13 @@ def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
             raise
         print(f"{getattr(error, 'label', 'error')}: {describe(error)}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))
+
+
+def _open_streams() -> None:
+    """A process may be started with closed streams (``>&-``), for which Python has None: what is written there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (for as long as the process lives)
 
 
 def describe(error: Exception) -> str:

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from models.cli import run_cli
 from models.errors import UserError
 from models.generation.__main__ import main
+from models.generation.command import read_prompts
 from models.generation.loop import complete
 from models.generation.output import JsonOutput
 from models.generation.settings import GenerationSettings
@@ -128,3 +130,16 @@ def test_any_encoding_of_standard_output_will_do(grid, tmp_path):
     )
     assert text.startswith(b"\xe9 \\u65e5 \\U0001f600")
     assert json.loads(lines.decode("ascii"))["prompt"] == "é 日 😀"
+
+
+def test_closed_streams_are_no_fault_of_the_program(monkeypatch):
+    """``command >&- 2>&- <&-``: Python has None for a stream that was closed before it began."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(UserError, match="standard input is closed"):
+        read_prompts([("file", "-")])
+    with pytest.raises(SystemExit) as ended:
+        run_cli(lambda argv: sys.stdout.write("text") + sys.stderr.write("to nobody"))
+    assert ended.value.code == len("text") + len("to nobody")
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()

@@ -51,6 +51,8 @@ def read_prompts(given: list[tuple[str, str]]) -> list[str]:
 
 
 def _read_file(name: str) -> str:
+    if name == "-" and sys.stdin is None:
+        raise UserError("standard input is closed; give it a prompt, or use --prompt")
     content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
         text = content.decode("utf-8-sig")
