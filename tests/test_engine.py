@@ -245,15 +245,6 @@ def test_the_same_loop_gives_the_same_text(arms) -> None:
         assert complete(EngineReader(engine), codec, prompts, settings) == complete(TorchReader(model), codec, prompts, settings)
 
 
-def test_a_long_prompt_can_be_broken_off(arms) -> None:
-    _, path = arms("llama", "sign/code/none/float")
-    with Engine(path, 1) as engine:
-        reader, asked = EngineReader(engine), iter([False, False, True])
-        assert reader.start([IDS] * 16, 1, lambda: next(asked)) is False
-        assert {len(session) for session in engine._sessions} == {64}
-        assert reader.start([IDS[:3]], 1, lambda: False) and [len(session) for session in reader._sessions] == [3]
-
-
 def test_copies_and_rewinding(arms) -> None:
     _, path = arms("gemma3", "sign/code/trained/bitnet")
     with Engine(path, threads=1) as engine, engine.session() as session:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from models.engine import build
+from models.engine.engine import Engine
+from models.engine.reader import EngineReader
 from models.evaluation.command import expand
 from models.generation.__main__ import main as generate
 from models.generation.opened import OpenOptions, open_model
+from models.generation.settings import GenerationSettings
 from models.harness.arm_scorer import ArmScorer
 from models.harness.engine_scorer import EngineScorer
 from models.harness.scoring import Row
@@ -60,6 +63,16 @@ def test_the_engine_writes_what_pytorch_writes(runs, name, how, capsys):
     code, ours, err = run(capsys, generate, runs / f"{name}.tfree", "--threads", 2, *ASKED, *how)
     assert code == 0 and sorted(ours.splitlines()) == sorted(theirs.splitlines())
     assert f"{name}.tfree, " in err and "on 2 threads" in err
+
+
+def test_long_prompts_can_be_broken_off(runs):
+    with Engine(runs / "sign.tfree", 1) as engine:
+        reader, asked = EngineReader(engine), iter([False, False, True])
+        assert reader.start([[1] * 90] * 16, 1, lambda: next(asked)) is False
+        assert [len(session) for session in reader._sessions] == [64] * 16, "two parts of 32 were read"
+        pieces = list(engine.generate(["The river"] * 2, GenerationSettings(), should_stop=lambda: True))
+        assert [(piece.token, piece.reason) for piece in pieces] == [(None, "interrupted")] * 2
+        assert reader.start([[1] * 3], 1, lambda: False) and [len(session) for session in reader._sessions] == [3]
 
 
 def test_without_a_compiler_pytorch_runs_the_file_and_says_so(runs, no_compiler, capsys, caplog):
