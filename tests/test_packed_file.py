@@ -15,6 +15,7 @@ import pytest
 from packed_support import index_of, with_index, with_slot
 
 from models.errors import UserError
+from models.packed import writing
 from models.packed.file import HEADER, MOST_INDEX, SLOTS, PackedFile
 from models.packed.writing import NewTensor, append_rows, write_file
 
@@ -291,6 +292,15 @@ def test_the_last_generation_takes_no_more(path, original):
     with PackedFile(path) as file, pytest.raises(UserError, match="a.tfree: was appended to as often as a file can be"):
         append_rows(file, {}, [])
     assert path.read_bytes() == last
+
+
+def test_an_index_that_no_reader_takes_is_not_written(path, original, monkeypatch):
+    path.write_bytes(original)
+    with PackedFile(path) as file:
+        monkeypatch.setattr(writing, "MOST_INDEX", file.slot.bytes + 20)  # another section takes more
+        with pytest.raises(UserError, match=f"{path}: an index of .* export the model anew"):
+            append_rows(file, {}, [NewTensor("codes.words", "uint32", (1, 1), [bytes(4)])])
+    assert path.read_bytes() == original
 
 
 def test_only_one_process_appends(path, original):

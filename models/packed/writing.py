@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from models.errors import UserError
 from models.files import new_file, raise_named
 from models.packed.file import (
     ALIGNMENT,
@@ -39,12 +40,12 @@ class NewTensor:
 def write_file(path: Path, about: dict[str, Any], tensors: Iterable[NewTensor]) -> None:
     """Write ``path`` whole or not at all; an existing file is replaced. ``about``: the index without format and tensors.
 
-    Raises OSError when the disk refuses, ValueError when a tensor's data is not of its size.
+    Raises OSError when the disk refuses, ValueError when a tensor's data is not of its size, UserError when the index is too long.
     """
     with new_file(path) as file:
         _write(file, MAGIC + struct.pack("<II", VERSION, 0) + bytes(HEADER - 16))
         listed = {tensor.name: _entry(tensor, [_write_section(file, tensor)]) for tensor in tensors}
-        slot = _write_index(file, {"format": VERSION, **about, "tensors": listed}, place=0, generation=1)
+        slot = _write_index(file, path, {"format": VERSION, **about, "tensors": listed}, place=0, generation=1)
         file.seek(SLOTS[0])
         _write(file, slot.pack())
 
@@ -53,8 +54,8 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
     """Append rows to tensors of the file (or whole new tensors), and change the entries ``about`` of its index.
 
     What was there is not touched: a kill at any moment leaves the file as it was or as it will be. ``old`` goes on reading what it
-    read. Raises UserError when another process appends, or did since ``old`` was opened; OSError when the disk refuses (nothing has
-    changed then); ValueError for rows that do not fit.
+    read. Raises UserError when another process appends, or did since ``old`` was opened, or too often; OSError when the disk refuses
+    (nothing has changed then); ValueError for rows that do not fit.
     """
     if old.slot.generation >= MOST_GENERATION:
         raise old.fault("was appended to as often as a file can be; export it anew")
@@ -66,7 +67,7 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
             listed = dict(old.index["tensors"])
             for tensor in tensors:
                 listed[tensor.name] = _extended(listed.get(tensor.name), tensor, _write_section(file, tensor))
-            slot = _write_index(file, old.index | about | {"tensors": listed}, 1 - old.slot.place, old.slot.generation + 1)
+            slot = _write_index(file, old.path, old.index | about | {"tensors": listed}, 1 - old.slot.place, old.slot.generation + 1)
             os.fsync(file.fileno())
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -130,10 +131,11 @@ def _extended(entry: dict[str, Any] | None, new: NewTensor, section: Section) ->
     return {"dtype": new.dtype, "shape": shape, "sections": [*entry["sections"], vars(section)]}
 
 
-def _write_index(file: BinaryIO, index: dict[str, Any], place: int, generation: int) -> Slot:
+def _write_index(file: BinaryIO, path: Path, index: dict[str, Any], place: int, generation: int) -> Slot:
     raw = json.dumps(index, separators=(",", ":"), allow_nan=False).encode()
     if len(raw) > MOST_INDEX:
-        raise ValueError(f"an index of {len(raw):,} bytes exceeds the {MOST_INDEX:,} that readers take")
+        reason = "too many tensors, or words were appended too often: export the model anew, and add all words at once"
+        raise UserError(f"{path}: an index of {len(raw):,} bytes exceeds the {MOST_INDEX:,} that readers take ({reason})")
     offset = _align(file)
     _write(file, raw)
     return Slot(place, offset, len(raw), generation, zlib.crc32(raw))
