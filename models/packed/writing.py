@@ -54,8 +54,8 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
     """Append rows to tensors of the file (or whole new tensors), and change the entries ``about`` of its index.
 
     What was there is not touched: a kill at any moment leaves the file as it was or as it will be. ``old`` goes on reading what it
-    read. Raises UserError when another process appends, or did since ``old`` was opened, or too often; OSError when the disk refuses
-    (nothing has changed then); ValueError for rows that do not fit.
+    read. Raises UserError when another process appends, or did since ``old`` was opened, or too often; OSError when the disk
+    refuses (nothing has changed then); ValueError for rows that do not fit.
     """
     if old.slot.generation >= MOST_GENERATION:
         raise old.fault("was appended to as often as a file can be; export it anew")
@@ -67,7 +67,8 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
             listed = dict(old.index["tensors"])
             for tensor in tensors:
                 listed[tensor.name] = _extended(listed.get(tensor.name), tensor, _write_section(file, tensor))
-            slot = _write_index(file, old.path, old.index | about | {"tensors": listed}, 1 - old.slot.place, old.slot.generation + 1)
+            index = old.index | about | {"tensors": listed}
+            slot = _write_index(file, old.path, index, 1 - old.slot.place, old.slot.generation + 1)
             os.fsync(file.fileno())
         except BaseException as error:
             with contextlib.suppress(OSError):
