@@ -24,7 +24,7 @@ from pathlib import Path
 from models.engine.description import Description
 from models.engine.library import CACHES, SKIPS, Draw, check, ints, load
 from models.engine.loading import load_model
-from models.errors import UsageError
+from models.errors import UsageError, UserError
 from models.generation.loop import Piece, Timing, generate
 from models.generation.settings import GenerationSettings
 from models.packed.codec import PackedCodec
@@ -160,7 +160,10 @@ class Engine:
         self._lock, self._sessions = threading.Lock(), weakref.WeakSet()
         with PackedFile(path) as file:
             self.index = file.index
-            description = Description(file.model)
+            try:
+                description = Description(file.model)
+            except UserError as error:
+                raise file.fault(str(error)) from error
             self._library = load()
             self._model = load_model(self._library, file, description, backend)
         config = description.config
