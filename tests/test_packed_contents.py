@@ -113,6 +113,7 @@ def test_a_prior_of_minus_infinity_is_a_token_that_never_comes(originals, path):
         ("sign", {"tokenizer.bytes": ("uint8", (2, 1), b"xy")}, r"tokenizer.bytes is uint8 \[2, 1\]"),
         ("sign", {"body.final_norm.weight": ("float16", (18,), bytes(36))}, r"norm.weight is float16 .* has float32 \[18\]"),
         ("sign", {"body.final_norm.weight": ("float32", (), bytes(4))}, r"final_norm.weight is float32 \[\]; "),
+        ("sign", {"body.blocks.0.attention.q.scale": ("int8", (), b"x")}, r"attention.q.scale is int8 \[\]; "),
         ("kron", {"interface.weight.scale": None}, "interface.weight.scale is missing"),
         ("kron", {"head.weight": ("float32", (290, 18), bytes(4 * 290 * 18))}, "head.weight.scale: the model .* no such tensor"),
     ],
