@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.bodies import BODIES, BodyConfig, KVCache
+from models.bodies.base import is_positive
 from models.errors import UserError, unknown_name
 from models.settings import ArmSettings, check, from_nested
 from models.vocab.fixed_data import FixedData, id_bits, uses_codes
@@ -82,8 +83,8 @@ def _check_numbers(vocab_size: Any, code_bits: Any, input_scale: Any) -> None:
     for name, value, least, most in (("vocab_size", vocab_size, 1, MOST_IDS), ("code_bits", code_bits, 0, MOST_BITS)):
         if type(value) is not int or not least <= value <= most:
             raise UserError(f"{name} must be a whole number from {least} to {most:,}, got {value!r:.60}")
-    if type(input_scale) not in (int, float) or not 0 < input_scale < float("inf"):
-        raise UserError(f"input_scale must be a finite number above 0, got {input_scale!r:.60}")
+    if not is_positive(input_scale):
+        raise UserError(f"input_scale must be a number > 0 and below 2^63, got {input_scale!r:.60}")
 
 
 class LanguageModel(nn.Module):

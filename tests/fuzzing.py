@@ -47,7 +47,7 @@ def mutations(original: bytes, seed: int) -> Iterator[bytes]:
     except ValueError:
         value = None
     while True:
-        yield _bytes(original, draw) if value is None or draw.random() < 0.3 else _json(original, draw)
+        yield damaged_bytes(original, draw) if value is None or draw.random() < 0.3 else _json(original, draw)
 
 
 def safetensors_mutations(original: bytes, seed: int) -> Iterator[bytes]:
@@ -65,10 +65,11 @@ def safetensors_mutations(original: bytes, seed: int) -> Iterator[bytes]:
             length = draw.choice([0, 1, size - 1, size + 1, 2**31, 2**40, 2**63, 2**64 - 1, draw.getrandbits(64)])
             yield length.to_bytes(8, "little") + header + body
         else:
-            yield _bytes(original, draw)
+            yield damaged_bytes(original, draw)
 
 
-def _bytes(original: bytes, draw: random.Random) -> bytes:
+def damaged_bytes(original: bytes, draw: random.Random) -> bytes:
+    """Some bytes flipped, cut off, put in, written over or doubled."""
     data = bytearray(original)
     kind = draw.randrange(5)
     for _ in range(draw.choice([1, 1, 2, 10])):

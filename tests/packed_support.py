@@ -1,9 +1,6 @@
-"""Little arms that were never trained, as checkpoints; and packed files written anew with other contents and right checksums."""
+"""Little arms that were never trained, as checkpoints; and packed files written anew with other contents."""
 
 import dataclasses
-import json
-import struct
-import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +11,7 @@ from support import synthetic_text
 
 from models.arm import ModelDescription, build_model
 from models.bodies import BODIES
-from models.packed.file import HEADER, SLOTS, PackedFile
+from models.packed.file import PackedFile
 from models.packed.writing import NewTensor, write_file
 from models.settings import ArmSettings, DataSettings, RunSettings
 from models.training.checkpoint import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
@@ -76,23 +73,3 @@ def write_anew(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]
         old = {t.name: (t.dtype, t.shape, file.read(t.name)) for t in file.tensors.values()}
     kept = {name: entry for name, entry in (old | (tensors or {})).items() if entry is not None}
     write_file(path, index | about, [NewTensor(name, dtype, shape, [data]) for name, (dtype, shape, data) in kept.items()])
-
-
-def with_index(original: bytes, index: bytes) -> bytes:
-    """The file with another index in slot 0, under right checksums."""
-    offset = struct.unpack_from("<Q", original, SLOTS[0])[0]
-    return with_slot(original[:offset] + index, offset, len(index), 1, zlib.crc32(index))
-
-
-def with_slot(data: bytes, offset: int, count: int, generation: int, crc32: int, place: int = 0) -> bytes:
-    """The file with another slot under a right checksum of its own."""
-    head = struct.pack("<QQII", offset, count, generation, crc32)
-    start = SLOTS[place]
-    return data[:start] + head + struct.pack("<II", zlib.crc32(head), 0) + data[start + 32 :]
-
-
-def index_of(data: bytes) -> Any:
-    """The index that slot 0 names."""
-    offset, count = struct.unpack_from("<QQ", data, SLOTS[0])
-    assert offset >= HEADER
-    return json.loads(data[offset : offset + count])

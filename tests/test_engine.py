@@ -362,7 +362,7 @@ def test_numbers_of_a_description_that_python_cannot_compute_with_are_refused(tm
     with PackedFile(path) as file:
         model = file.model | change | {"body": file.model["body"] | change.get("body", {})}
     write_anew(path, model=model)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"{path}: .*{said}"):
         Engine(path, 1)
 
 

@@ -1,13 +1,13 @@
 """Compiling the engine on first use: what a compiler can do wrong, two processes at once, and the sanitized library."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import sanitized
 
 from models.engine import build
 from models.errors import UsageError, UserError
@@ -129,15 +129,9 @@ def test_what_killed_processes_left_and_old_libraries_are_removed(compiler, tmp_
 
 
 @pytest.mark.slow
-def test_inner_loops_under_sanitizers() -> None:
-    """test_engine_kernels.py again: reads and writes outside of memory, and undefined behaviour, end the process."""
-    gcc = shutil.which("gcc")
-    asan = gcc and subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not asan or not Path(asan).is_file():
-        pytest.skip("no gcc with AddressSanitizer's library (libasan.so)")
-    options = {"CC": gcc, "ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": asan, "ENGINE_SANITIZED": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--noconftest", "-p", "no:cacheprovider", "tests/test_engine_kernels.py"]
-    first = [sys.executable, "-c", "from models.engine.build import ensure_library; ensure_library(True)"]  # gcc is not sanitized
-    subprocess.run(first, cwd=ROOT, env=os.environ | {"CC": gcc}, check=True)
-    result = subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=600)
+@pytest.mark.parametrize("name", ["test_engine_kernels.py", "test_engine.py", "test_engine_skip.py"])
+def test_again_under_sanitizers(name) -> None:
+    """Reads and writes outside of memory, and undefined behaviour, end the process (tests/sanitized.py)."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized", "-p", "no:cacheprovider", f"tests/{name}"]
+    result = subprocess.run(command, cwd=ROOT, env=sanitized.environment(), capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0 and "passed" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from bench.native import FLOAT16, FLOAT32, INT8, KV_FLOAT16, KV_INT8, TERNARY, B
 from models.engine.build import ensure_library
 
 NAMES = ("portable", "avx2", "neon", "neon-dotprod")
-LIBRARY = ensure_library(sanitize=bool(os.environ.get("ENGINE_SANITIZED")))  # set by test_engine_build.py
+LIBRARY = ensure_library()
 SIZES = [(1, 1), (3, 5), (4, 127), (5, 128), (9, 130), (66, 640), (7, 1024), (6, 2100), (2, 4097)]  # rows, columns
 
 
@@ -80,8 +79,6 @@ def test_ternary_extremes_do_not_overflow(backend) -> None:
 
 
 def test_ternary_layer_equals_bitlinear(backend) -> None:
-    if "ENGINE_SANITIZED" in os.environ:
-        pytest.skip("PyTorch is not made for a preloaded AddressSanitizer")
     import torch
 
     from kernels.bitlinear import pack_ternary, packed_bit_linear

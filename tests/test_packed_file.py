@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from packed_support import index_of, with_index, with_slot
+from packed_bytes import index_of, with_index, with_slot
 
 from models.errors import UserError
 from models.packed import writing

@@ -9,7 +9,6 @@ Nothing but the engine is imported here: what this process holds is what a user'
 
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -82,6 +81,8 @@ def prefill_rate(model: Generator, ids: list[int]) -> float:
 
 def floor(count: int, threads: int) -> float:
     """Seconds of reading ``count`` bytes."""
+    import statistics  # half a megabyte, which a user's process does not hold
+
     from bench.generation.floor import read_seconds
 
     return statistics.median(read_seconds(count, threads))

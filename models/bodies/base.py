@@ -81,7 +81,8 @@ class BodyConfig:
         found = [f"{n} must be a whole number >= 1 and at most {MOST:,}, got {v!r:.60}" for n, v in wrong.items()]
         if _is_count(self.layers) and self.layers > MOST_LAYERS:
             found.append(f"layers must be at most {MOST_LAYERS:,}, got {self.layers:,}")
-        found += [f"{n} must be a number > 0, got {v!r}" for n, v in self.positives().items() if not _is_positive(v)]
+        wrong = {n: v for n, v in self.positives().items() if not is_positive(v)}
+        found += [f"{n} must be a number > 0 and below 2^63, got {v!r:.60}" for n, v in wrong.items()]
         if self.linear not in LINEARS:
             found.append(f"linear must be one of {', '.join(LINEARS)}, got {self.linear!r}")
         if self.bitnet_scale not in ("tensor", "row"):
@@ -107,8 +108,9 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def is_positive(value: object) -> bool:
+    """Whether ``value`` is a number above 0 that PyTorch computes with: of whole numbers it takes none from 2^63 on."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 63
 
 
 class Body(nn.Module, ABC):

@@ -25,7 +25,7 @@ from models.engine.library import CACHES, SKIPS, check, ints, load
 from models.engine.loading import load_model
 from models.engine.reader import EngineReader
 from models.engine.session import Sampling, Session, as_draws
-from models.errors import UsageError
+from models.errors import UsageError, UserError
 from models.generation.loop import Piece, Timing, generate
 from models.generation.settings import GenerationSettings
 from models.packed.codec import PackedCodec
@@ -60,7 +60,10 @@ class Engine:
         self._lock, self._sessions = threading.Lock(), weakref.WeakSet()
         with PackedFile(path) as file:
             self.index, self._slot = file.index, file.slot
-            description = Description(file.model)
+            try:
+                description = Description(file.model)
+            except UserError as error:
+                raise file.fault(str(error)) from error
             self._library = load()
             self._model = load_model(self._library, file, description, backend)
         config = description.config

@@ -155,8 +155,9 @@ def _check_layout(file: PackedFile, description: ModelDescription) -> None:
     wanted = {name: ((kind,), None) for name, kind in TOKENIZER_TENSORS.items()}
     wanted["tokenizer.ends"] = ("uint32",), (description.vocab_size,)
     for name, tensor in blank_model(description).state_dict().items():
-        wanted[name] = dtypes_for(name, tensor, description.arm), tuple(tensor.shape)
-        if name in file.tensors and file.tensors[name].dtype == "int8":
+        dtypes = dtypes_for(name, tensor, description.arm)
+        wanted[name] = dtypes, tuple(tensor.shape)
+        if "int8" in dtypes and name in file.tensors and file.tensors[name].dtype == "int8":
             wanted[f"{name}.scale"] = ("float32",), (tensor.shape[0],)
     for missing in wanted.keys() - file.tensors.keys():
         raise file.fault(f"{missing} is missing, and the model it describes has it")

@@ -8,7 +8,11 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#ifdef __SANITIZE_ADDRESS__
+enum { HUGE = 64, CHUNK = 64 }; /* a chunk for each part, so that AddressSanitizer sees what is read behind its end */
+#else
 enum { HUGE = 1 << 21, CHUNK = 16 * HUGE };
+#endif
 
 struct tf_chunk {
     struct tf_chunk *next;
