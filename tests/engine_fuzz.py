@@ -31,7 +31,8 @@ def ways_to_draw(sampling: type, draw: random.Random, vocabulary: int) -> list:
 
 def load_and_use(path: Path, draw: random.Random) -> None:
     """Read every id, or as many as some sessions have room for; draw, go back, score, decode."""
-    from models.engine.engine import Engine, Sampling
+    from models.engine.engine import Engine
+    from models.engine.session import Sampling
 
     with Engine(path, draw.choice([1, 1, 2]), draw.choice(["float16", "int8"])) as engine:
         vocabulary, length = engine.vocab_size, min(engine.context, draw.choice([1, 5, 40, 70]))
