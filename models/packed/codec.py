@@ -50,7 +50,7 @@ class PackedCodec:
         if not all(type(n) is int and n >= 0 for n in counts) or sum(counts) > self.vocab_size:
             raise file.fault(f"the index has no numbers of ids and words that {self.vocab_size:,} ids have room for")
         self._path, (self._own, self._words), self._about = file.path, counts, entry.get("encoder")
-        self._tensors = file.tensors
+        self._tensors = {name: tensor for name, tensor in file.tensors.items() if name.startswith("tokenizer.")}
 
     def _id(self, file: PackedFile, name: str) -> int | None:
         value = file.index.get(name)
