@@ -82,16 +82,16 @@ def test_without_a_compiler_pytorch_runs_the_file_and_says_so(runs, no_compiler,
     assert "PyTorch on the CPU" in err and "install one. Until then PyTorch runs the file" in caplog.text
 
 
-def test_generation_from_a_file_loads_no_torch(runs):
-    """In a process of its own; ``tokenizers`` may load NumPy for itself."""
+def test_generation_from_a_file_loads_the_standard_library_alone(runs):
+    """In a process of its own."""
     program = (
         "import sys; from models.generation.__main__ import main; "
         f"main([{str(runs / 'sign.tfree')!r}, '--prompt', 'The river', '--max-tokens', '3', '--stats']); "
-        "sys.exit('torch' in sys.modules)"
+        "sys.exit(' '.join({'torch', 'numpy', 'tokenizers'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stderr.split("peak memory ")[1].split()[0]) < 150
+    assert float(done.stderr.split("peak memory ")[1].split()[0]) < 60
 
 
 @pytest.mark.parametrize("name", ["table", "sign"])

@@ -98,7 +98,7 @@ class Engine:
 
     @cached_property
     def tokenizer(self) -> PackedCodec:
-        """Text to ids and back; the `tokenizers` library is imported when text is first encoded. Raises UserError."""
+        """Text to ids and back, for most files without the `tokenizers` library. Raises UserError."""
         with PackedFile(self.path, self._slot) as file:
             return PackedCodec(file)
 

@@ -127,9 +127,9 @@ def noise_position(prompt: Sequence[int], sample: int) -> int:
     A hash of the prompt's ids and the number of the sample: it says nothing of the other rows of a batch, and different prompts do
     not share their noise, which would put the same words into all of them.
     """
-    import hashlib  # 4 MB of memory, which what needs no text does without
+    from _blake2 import blake2b  # hashlib's; importing that takes 4 MB of memory, for OpenSSL
 
-    digest = hashlib.blake2b(" ".join(map(str, (sample, *prompt))).encode(), digest_size=8).digest()
+    digest = blake2b(" ".join(map(str, (sample, *prompt))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # leaves 64-bit integers room to count up
 
 

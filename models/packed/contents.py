@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from models.packed.codec import TokenBytes, read_token_bytes
+from models.packed.encoder import NO_TOKEN
 from models.packed.file import PackedFile
 from models.packed.sections import PRIOR
 
@@ -39,6 +41,10 @@ def rule_for(file: PackedFile, name: str, description: "ModelDescription") -> Ru
         return scales if name.removesuffix(".scale") in file.tensors and name.endswith(".scale") else finite
     if name == "tokenizer.ends":
         return Ends(file.tensors["tokenizer.bytes"].shape[0])
+    if name == "tokenizer.alphabet":
+        return Alphabet(read_token_bytes(file))
+    if name == "tokenizer.merges":
+        return Merges(file)
     if name.endswith(".packed"):
         return ternary
     if tensor.dtype == "int8":
@@ -111,3 +117,35 @@ class Ends:
     def finish(self, file: PackedFile) -> None:
         if self.last != self.length:
             raise file.fault(f"tokenizer.ends ends at {self.last:,}, tokenizer.bytes has {self.length:,}")
+
+
+class Alphabet:
+    """Ids of single bytes, in order; NO_TOKEN for a byte without one."""
+
+    def __init__(self, tokens: TokenBytes) -> None:
+        self.tokens, self.byte = tokens, 0
+
+    def __call__(self, rows: np.ndarray) -> str:
+        for index in rows.tolist():
+            if index != NO_TOKEN and (index >= len(self.tokens) or self.tokens[index] != bytes([self.byte])):
+                return f"has id {index:,} for the byte {self.byte}, which it does not stand for"
+            self.byte += 1
+        return ""
+
+
+class Merges:
+    """Pairs of ids, ascending; each becomes the id of tokenizer.merged that has the bytes of both."""
+
+    def __init__(self, file: PackedFile) -> None:
+        self.tokens, self.last, self.row = read_token_bytes(file), -1, 0
+        self.merged = np.concatenate([rows for _, rows in pieces(file, "tokenizer.merged", anything)]).tolist()
+
+    def __call__(self, rows: np.ndarray) -> str:
+        tokens, merged = self.tokens, self.merged[self.row : self.row + len(rows)]
+        if (np.diff(rows, prepend=self.last) <= 0).any():
+            return "does not grow from pair to pair"
+        self.last, self.row = int(rows[-1]), self.row + len(rows)
+        for left, right, index in zip((rows >> 32).tolist(), (rows & NO_TOKEN).tolist(), merged, strict=True):
+            if max(left, right, index) >= len(tokens) or tokens[left] + tokens[right] != tokens[index]:
+                return f"joins {left:,} and {right:,} to {index:,}, which does not have their bytes"
+        return ""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from models.arm import LanguageModel
+    from models.packed.encoder_tables import EncoderTables
     from models.packed.sections import Rounding
     from models.packed.writing import NewTensor
     from models.training.checkpoint import Checkpoint
@@ -98,6 +99,7 @@ def export_file(checkpoint: "Checkpoint", out: Path, rounding: "Rounding") -> li
     Returns rows of what takes how many bytes, trained and packed. Raises UserError when ``out`` exists or a weight has no place in
     its dtype, OSError when the disk refuses.
     """
+    from models.packed.encoder_tables import checked_tables
     from models.packed.writing import write_file
 
     require_new(out)
@@ -108,18 +110,21 @@ def export_file(checkpoint: "Checkpoint", out: Path, rounding: "Rounding") -> li
     if model.description.body.linear == "bitnet" and not model.description.body.packed:
         model = pack_model(model)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_file(out, index_of(checkpoint, model, tokenizer), _tensors(checkpoint, model, tokenizer, rounding))
+    tables = checked_tables(tokenizer)
+    write_file(out, index_of(checkpoint, model, tokenizer, tables), _tensors(checkpoint, model, tokenizer, tables, rounding))
     return [{"what": "model", "trained": checkpoint.model_bytes, "packed": out.stat().st_size}]
 
 
-def index_of(checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Tokenizer") -> dict[str, Any]:
+def index_of(
+    checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Tokenizer", tables: "EncoderTables | None"
+) -> dict[str, Any]:
     """The index of a packed file without its tensors."""
     from models.settings import override
 
     settings = override(checkpoint.settings, {"arm.impl": "auto"})  # which ops run is not the file's affair
     return {
         "model": model.description.to_json(),
-        "tokenizer": {"ids": tokenizer.vocab_size, "words": 0},
+        "tokenizer": {"ids": tokenizer.vocab_size, "words": 0} | ({"encoder": tables.about()} if tables else {}),
         "start_id": tokenizer.start_id,
         "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id,
@@ -131,13 +136,14 @@ def index_of(checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Token
 
 
 def _tensors(
-    checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Tokenizer", rounding: "Rounding"
+    checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Tokenizer", tables: "EncoderTables | None", rounding: "Rounding"
 ) -> "Iterator[NewTensor]":
     from models.packed.sections import model_tensors, tokenizer_tensors
 
     yield from model_tensors(model.state_dict(), model.description.arm, rounding)
     text = (checkpoint.path / "tokenizer.json").read_bytes()
     yield from tokenizer_tensors(tokenizer, model.description.vocab_size, text)
+    yield from tables.tensors() if tables else ()
 
 
 if __name__ == "__main__":

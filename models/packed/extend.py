@@ -82,7 +82,7 @@ def extend(path: Path, words: list[str], percentile: float = 75.0) -> Extension:
         state = model.state | {"tokenizer": extended.fingerprint}
         about = {
             "model": file.model | {"vocab_size": size + len(new)},
-            "tokenizer": {"ids": model.ids, "words": model.words + len(new)},
+            "tokenizer": file.index["tokenizer"] | {"words": model.words + len(new)},
             "made_from": file.index["made_from"] | {"state": state},
         }
         append_rows(file, about, _rows(file, model, list(splits.values()), texts, percentile))

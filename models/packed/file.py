@@ -147,7 +147,7 @@ class PackedFile:
 
     def read(self, name: str) -> bytes:
         """All bytes of a tensor. Raises UserError when a checksum is wrong."""
-        return b"".join(bytes(piece) for _, piece in self.rows(name, most_bytes=1 << 24))
+        return b"".join(piece.obj for _, piece in self.rows(name, most_bytes=1 << 24))  # one piece is not copied
 
     def _bytes(self, offset: int, count: int) -> bytes:
         pieces = []

@@ -7,7 +7,7 @@ from typing import Any
 from models.errors import UserError
 from models.vocab.tokenizer import Tokenizer
 
-# Splitting rule of a tokenizer.json (the parts that ``_rule`` keeps) and whether whole words skip the merges -> llama.cpp's name
+# Splitting rule of a tokenizer.json (what ``splitting_steps`` keeps) and whether whole words skip the merges -> llama.cpp's name
 # for it (src/llama-vocab.cpp of ggml-org 0c1e57098).
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
 _REST = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
@@ -53,7 +53,7 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int) -> TokenizerFields:
     from gguf import TokenType
 
     layout = json.loads(tokenizer.to_json())
-    rule, _ = _RULES.get(_rule(layout["pre_tokenizer"]), (None, None))
+    rule, _ = _RULES.get(splitting_steps(layout["pre_tokenizer"]), (None, None))
     if found := _problems(layout, rule, tokenizer.vocab_size, vocab_size):
         raise UserError(f"llama.cpp would split text otherwise than this tokenizer: {'; '.join(found)}")
     tokens, types = [f"[PAD{i}]" for i in range(vocab_size)], [TokenType.UNUSED] * vocab_size
@@ -66,8 +66,8 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int) -> TokenizerFields:
     return TokenizerFields(rule, tokens, list(map(int, types)), merges, tokenizer.start_id, tokenizer.eos_id)
 
 
-def _rule(part: dict | None) -> tuple | None:
-    """What a pre-tokenizer does, without what changes nothing; None for anything else."""
+def splitting_steps(part: dict | None) -> tuple:
+    """What a pre-tokenizer of a tokenizer.json does, step by step, without what changes nothing; ("other",): not known here."""
     steps = (part or {}).get("pretokenizers", [part])
     return tuple(map(_step, steps))
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from models.arm import LanguageModel, ModelDescription
 from models.errors import UserError
+from models.packed.codec import ENCODER_TENSORS
 from models.packed.contents import Ends, check_contents, pieces, rule_for
+from models.packed.encoder_tables import encoder_tables
 from models.packed.file import PackedFile, Slot
 from models.packed.sections import dtypes_for
 from models.packed.words import with_words
@@ -110,10 +112,11 @@ class PackedModel:
         return model.eval()
 
     def verify(self) -> None:
-        """Check every checksum, all contents, and that tokenizer and tokens agree. Raises UserError that names what is wrong."""
+        """Check all checksums and contents, and that the tokenizer's parts agree. Raises UserError that names what is wrong."""
         with PackedFile(self.path, self.slot) as file:
             check_contents(file, self.description)
-        self.load_tokenizer()
+            self.load_tokenizer()
+            _check_encoder(file)
 
     def _tokens(self, file: PackedFile) -> list[bytes]:
         joined = file.read("tokenizer.bytes")
@@ -154,6 +157,7 @@ def _check_layout(file: PackedFile, description: ModelDescription) -> None:
         raise file.fault(f"has {len(blocks)} blocks, its model description {description.body.layers:,}")
     wanted = {name: ((kind,), None) for name, kind in TOKENIZER_TENSORS.items()}
     wanted["tokenizer.ends"] = ("uint32",), (description.vocab_size,)
+    wanted |= _encoder_layout(file)
     for name, tensor in blank_model(description).state_dict().items():
         dtypes = dtypes_for(name, tensor, description.arm)
         wanted[name] = dtypes, tuple(tensor.shape)
@@ -168,6 +172,29 @@ def _check_layout(file: PackedFile, description: ModelDescription) -> None:
         if tensor.dtype not in dtypes or (len(tensor.shape) != 1 if shape is None else tensor.shape != shape):
             expected = f"{' or '.join(dtypes)} {list(shape) if shape is not None else '[bytes]'}"
             raise file.fault(f"{name} is {tensor.dtype} {list(tensor.shape)}; the model it describes has {expected}")
+
+
+def _encoder_layout(file: PackedFile) -> dict[str, tuple[tuple[str], tuple[int, ...]]]:
+    """The tensors of our own encoder in a file whose index says that it has one: name -> (dtypes, shape)."""
+    if file.index["tokenizer"].get("encoder") is None:
+        return {}
+    merges = file.tensors.get("tokenizer.merges")
+    rows = merges.shape[:1] if merges else ()
+    return {name: ((dtype,), (256,) if name == "tokenizer.alphabet" else rows) for name, dtype in ENCODER_TENSORS.items()}
+
+
+def _check_encoder(file: PackedFile) -> None:
+    """Raise UserError unless what text is encoded with, if the file has it, is what tokenizer.json means."""
+    about = file.index["tokenizer"].get("encoder")
+    if about is None:
+        return
+    with naming(file.path):
+        tables = encoder_tables(Tokenizer.from_json(_text(file)))
+    if not tables or tables.about() != about:
+        raise file.fault("tokenizer.encoder of the index is not what tokenizer.json means")
+    for tensor in tables.tensors():
+        if b"".join(tensor.data) != file.read(tensor.name):
+            raise file.fault(f"{tensor.name} is not that of tokenizer.json")
 
 
 def _load(file: PackedFile, name: str, description: ModelDescription) -> Tensor:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 def open_backend(text: bytes) -> "tokenizers.Tokenizer":
     """The library's tokenizer of a tokenizer.json's ``text``, UTF-8. Raises UserError when it cannot be read."""
-    import tokenizers
-
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:  # a packed file is mostly read without it
+        raise UserError("this tokenizer, or this text, needs the package tokenizers; run: pip install tokenizers") from error
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)  # from_str takes a sixth more memory
         _give_back_memory()

@@ -1,0 +1,204 @@
+"""The encoder's part of a packed file: what is in it, what damage is refused, what words add, and what memory it takes."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packed_support import little_checkpoint, tokenizer, write_anew
+from vocab_samples import random_texts
+
+from models.errors import UserError
+from models.packed.account import file_rows
+from models.packed.codec import ENCODER_TENSORS, PackedCodec
+from models.packed.encoder_tables import checked_tables
+from models.packed.export import export_file
+from models.packed.extend import extend
+from models.packed.file import PackedFile
+from models.packed.load import PackedModel
+from models.packed.sections import Rounding, tokenizer_tensors
+from models.packed.writing import write_file
+from models.vocab.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+TEXT = "the cat <|endoftext|> sat's on  12 mats"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("arm")
+    export_file(little_checkpoint(folder / "sign", "sign/code/trained/bitnet"), folder / "a.tfree", Rounding())
+    return (folder / "a.tfree").read_bytes()
+
+
+@pytest.fixture
+def path(tmp_path, original) -> Path:
+    (tmp_path / "a.tfree").write_bytes(original)
+    return tmp_path / "a.tfree"
+
+
+def codec_of(path: Path) -> PackedCodec:
+    with PackedFile(path) as file:
+        return PackedCodec(file)
+
+
+def entry_of(path: Path) -> dict:
+    with PackedFile(path) as file:
+        return file.index["tokenizer"]
+
+
+def numbers_of(path: Path, name: str) -> np.ndarray:
+    with PackedFile(path) as file:
+        return np.frombuffer(file.read(f"tokenizer.{name}"), file.tensors[f"tokenizer.{name}"].dtype).copy()
+
+
+def replace(path: Path, **numbers: np.ndarray) -> None:
+    write_anew(path, {f"tokenizer.{name}": (str(rows.dtype), rows.shape, rows.tobytes()) for name, rows in numbers.items()})
+
+
+def test_a_file_encodes_without_the_library_and_accounts_for_it(path):
+    codec = codec_of(path)
+    assert codec.encode(TEXT) == tokenizer().encode(TEXT) and "backend" not in vars(codec)
+    assert codec.encode(f"{TEXT}\u0378") == tokenizer().encode(f"{TEXT}\u0378") and "backend" in vars(codec)  # unassigned
+    with PackedFile(path) as file:
+        rows = {row["name"]: row["what"] for row in file_rows(file)}
+    assert {rows[name] for name in ENCODER_TENSORS} == {"tokenizer"}
+    PackedModel.open(path).verify()
+
+
+def test_a_file_without_it_is_read_as_before(path):
+    entry = entry_of(path)
+    del entry["encoder"]
+    write_anew(path, dict.fromkeys(ENCODER_TENSORS), tokenizer=entry)
+    codec = codec_of(path)
+    assert codec.encoder is None and codec.encode(TEXT) == tokenizer().encode(TEXT)
+    PackedModel.open(path).verify()
+
+
+def test_added_words_are_found_as_the_library_finds_them(path):
+    words = [" cat", " cats", "sat's", "\u65e5\u672c", " kinase", "t's o", "<|end"]  # a special token's beginning: hidden by it
+    assert extend(path, words).added == len(words)
+    codec, library = codec_of(path), load_tokenizer(path)
+    draw = random.Random(0)
+    pieces = [*words, TEXT, " ", "s", "\u65e5", "x"]
+    texts = [TEXT, *("".join(draw.choices(pieces, k=8)) for _ in range(500)), *random_texts(100)]
+    assert [codec.encode(text) for text in texts] == [library.encode(text) for text in texts]
+    assert len({index for text in texts for index in codec.encode(text) if index >= 290}) == len(words)
+    PackedModel.open(path).verify()
+
+
+def _swapped(rows: np.ndarray) -> np.ndarray:
+    return rows[[1, 0, *range(2, len(rows))]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda n: {"alphabet": np.roll(n["alphabet"], 1)}, r"tokenizer.alphabet has id \d+ for the byte 0"),
+        (lambda n: {"merges": _swapped(n["merges"])}, "tokenizer.merges does not grow from pair to pair"),
+        (lambda n: {"merges": n["merges"] - (1 << 32)}, r"tokenizer.merges joins \d+ and \d+ to \d+, which does not have"),
+        (lambda n: {"merges": n["merges"] + (1 << 40)}, r"tokenizer.merges joins 3\d\d and "),
+        (lambda n: {"merged": _swapped(n["merged"])}, "tokenizer.merges joins .*, which does not have their bytes"),
+        (lambda n: {"merged": np.full_like(n["merged"], 2**32 - 1)}, "tokenizer.merges joins .* to 4,294,967,295"),
+        (lambda n: {"merges": n["merges"][1:], "merged": n["merged"][1:]}, "tokenizer.merges is not that of tokenizer.json"),
+        (lambda n: {"merges": n["merges"][1:]}, r"tokenizer.merged is uint32 \[33\]; the model it describes has uint32 \[32\]"),
+        (lambda n: {"alphabet": n["alphabet"][1:]}, r"tokenizer.alphabet is uint32 \[255\]"),
+        (lambda n: {"merges": n["merges"].astype(np.int32).view(np.uint32)}, "tokenizer.merges is uint32"),
+        (lambda n: {"merges": n["merges"][:, None]}, r"tokenizer.merge[sd] is "),
+    ],
+)
+def test_damaged_tensors_are_refused(path, change, message):
+    replace(path, **change({name: numbers_of(path, name) for name in ("alphabet", "merges", "merged")}))
+    with pytest.raises(UserError, match=message) as error:
+        PackedModel.open(path).verify()
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message", "engine_too"),
+    [
+        ({"rule": "smollm"}, "tokenizer.encoder of the index is not what tokenizer.json means", False),
+        ({"specials": []}, "tokenizer.encoder of the index is not what tokenizer.json means", False),
+        ({"added": [5]}, "tokenizer.encoder of the index is not what tokenizer.json means", False),
+        ({"rule": "gpt-9"}, "tokenizer.encoder of the index", True),
+        ({"rule": []}, "tokenizer.encoder of the index", True),
+        ({"specials": ["a", 5]}, "tokenizer.encoder of the index", True),
+        ({"specials": None}, "tokenizer.encoder of the index", True),
+        ({"added": [290]}, "tokenizer.encoder of the index", True),
+        ({"added": [True]}, "tokenizer.encoder of the index", True),
+        ({"added": [0]}, "tokenizer.encoder of the index|an added token is empty", True),
+    ],
+)
+def test_entries_of_the_index_that_mean_something_else_are_refused(path, entry, message, engine_too):
+    about = entry_of(path)
+    write_anew(path, tokenizer=about | {"encoder": about["encoder"] | entry})
+    with pytest.raises(UserError, match=message):
+        PackedModel.open(path).verify()
+    if engine_too:
+        with pytest.raises(UserError, match=message) as error:
+            codec_of(path).encode(TEXT)
+        assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("missing", [*ENCODER_TENSORS, "encoder"])
+def test_tensors_and_entry_come_together(path, missing):
+    entry = {name: value for name, value in entry_of(path).items() if name != missing}
+    write_anew(path, {missing: None} if missing in ENCODER_TENSORS else {}, tokenizer=entry)
+    for action in (lambda: PackedModel.open(path), lambda: codec_of(path).encode(TEXT)):
+        with pytest.raises(UserError, match=missing if missing in ENCODER_TENSORS else "no such tensor|has the rule None") as error:
+            action()
+        assert str(path) in str(error.value)
+
+
+def test_whatever_the_tensors_hold_no_wrong_bytes_come_out_of_a_text(path):
+    """The engine does not check them against each other; what it would give out it does."""
+    draw = np.random.default_rng(0)
+    refused = 0
+    for bits in (3, 8, 9, 31):
+        few = 1 << min(bits, 32)
+        merges = np.sort(draw.integers(0, few, 2000) << 32 | draw.integers(0, few, 2000))
+        replace(path, merges=merges, merged=draw.integers(0, few, 2000, np.uint32), alphabet=draw.integers(0, few, 256, np.uint32))
+        for text in (TEXT, "aaaa" * 500):
+            codec = codec_of(path)
+            try:
+                assert b"".join(codec.tokens[index] for index in codec.encode(text)) == text.encode()
+            except UserError as error:
+                assert str(path) in str(error)
+                refused += 1
+    assert refused
+
+
+TAKEN = """
+import sys
+from pathlib import Path
+from models.packed.codec import PackedCodec
+from models.packed.file import PackedFile
+
+def peak():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+
+before = peak()
+with PackedFile(sys.argv[1]) as file:
+    codec = PackedCodec(file)
+ids = codec.encode(sys.argv[2])
+print(codec.decode(ids) == sys.argv[2], (peak() - before) / 1000, *{"numpy", "tokenizers"} & sys.modules.keys())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_what_encoding_takes(tmp_path):
+    """Their bytes, 12 bytes a merge, a few words' ids, modules: less than 5 MB for 65,536 tokens, where the library takes 50."""
+    from bench.generation.make import made_up_tokenizer
+
+    made = made_up_tokenizer(1 << 16)
+    tables = checked_tables(made)
+    tensors = [*tokenizer_tensors(made, 1 << 16, made.to_json().encode()), *tables.tensors()]
+    entry = {"ids": 1 << 16, "words": 0, "encoder": tables.about()}
+    write_file(tmp_path / "a.tfree", {"model": {}, "tokenizer": entry}, tensors)
+    text = "The na\u00efve fox\u2019s 12 dens \u2014 and so on. " * 20
+    command = [sys.executable, "-c", TAKEN, str(tmp_path / "a.tfree"), text]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    same, taken, *modules = done.stdout.split()
+    assert same == "True" and float(taken) < 5 and not modules
