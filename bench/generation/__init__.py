@@ -1,4 +1,4 @@
-"""Generation on a CPU, measured: our engine, eager PyTorch, and llama.cpp on the same shape, in one interleaved run.
+r"""Generation on a CPU, measured: our engine, eager PyTorch, and llama.cpp on the same shape, in one interleaved run.
 
 Models with random weights of a preset's exact shape (no text comes out of them; how many codes are read depends on the prior and
 the head, which ``make.py`` makes like trained ones, or on a flat prior: then all codes are read):
