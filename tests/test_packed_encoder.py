@@ -53,7 +53,8 @@ def tokenizers_by_name(english) -> dict[str, Tokenizer]:
     digits = with_digits(trained)
     return {
         "gpt-2": trained, "smollm": digits, "few": byte_level(),
-        "added": with_added(trained, ADDED), "added-smollm": with_added(digits, ADDED),
+        "added": with_added(with_added(trained, ADDED), ["bank<", "it'"], special=True, normalized=True),  # as GPT-2's one
+        "added-smollm": with_added(digits, ADDED),
     }  # fmt: skip
 
 
