@@ -49,7 +49,7 @@ def with_added(tokenizer: Tokenizer, texts, **how) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tokenizers_by_name(english) -> dict[str, Tokenizer]:
-    trained = train_bpe([english], 2000)
+    trained = train_bpe([english, "a  b\n\n  c   1\t\t2  \n" * 200], 2000)  # with tokens of several spaces
     digits = with_digits(trained)
     return {
         "gpt-2": trained, "smollm": digits, "few": byte_level(),
@@ -127,6 +127,13 @@ def test_long_words_are_quick(both):
 def test_half_a_character_is_no_text(both):
     with pytest.raises(UnicodeEncodeError):
         both[0]("a\ud800")
+
+
+def test_a_byte_without_a_token_is_for_the_library():
+    layout = json.loads(byte_level().to_json())
+    del layout["model"]["vocab"]["\u0104"]  # byte 4, as in SmolLM2's
+    ours, theirs = encodings(Tokenizer.from_json(json.dumps(layout)))
+    assert ours("the cat") == theirs("the cat") and ours("the\4cat") is None
 
 
 @pytest.mark.parametrize(
