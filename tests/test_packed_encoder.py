@@ -4,7 +4,7 @@ import json
 import random
 import re
 import unicodedata
-from itertools import islice
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -12,25 +12,21 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from vocab_samples import LINES, byte_level, random_texts
 
-from models.data.packaged_text import PackagedSource
 from models.packed.encoder import RULES, LibraryNeeded
 from models.packed.encoder_tables import checked_tables, encoder_tables
 from models.vocab.tokenizer import Tokenizer, train_bpe
 from models.vocab.tokenizer_formats import PROBES
 
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]  # four of them are none to the library: 0x1c to 0x1f
+ROOT = Path(__file__).parents[1]
 ADDED = ("<|end", "endoftext|>", " river", "riverbank", "\u0150", "end of", "\n\n", "'s", "12")
-
-
-def text_of(*places: int) -> str:
-    """Some 20,000 characters from each place of the Wikipedia articles and of the Bible."""
-    documents = PackagedSource.find("demo").documents()
-    return "".join(document.text[place : place + 20_000] for place in places for document in islice(documents, 0, 6, 3))
 
 
 @pytest.fixture(scope="module")
 def english() -> str:
-    return text_of(0, 10_000, 30_000)
+    """Prose, tables, shell and Python: what this repository has of text."""
+    files = ["README.md", "docs/tfree.md", "models/training/loop.py", "kernels/code_loss/__init__.py"]
+    return "".join((ROOT / name).read_text(encoding="utf-8") for name in files)
 
 
 def with_digits(tokenizer: Tokenizer) -> Tokenizer:
