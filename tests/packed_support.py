@@ -33,32 +33,35 @@ def tokenizer() -> Tokenizer:
 
 
 def little_checkpoint(
-    folder: Path, arm: str, kind: str = "llama", scale: str = "tensor", change: Callable | None = None, positions: int = 16
-) -> Checkpoint:
-    """An arm interface/head/prior/linear with every parameter away from its neutral value; ``change`` gets the model first."""
+    folder: Path, arm: str, kind: str = "llama", scale: str = "tensor", change: Callable | None = None, positions: int = 16,
+    vocabulary: Tokenizer | None = None,
+) -> Checkpoint:  # fmt: skip
+    """An arm interface/head/prior/linear with every parameter away from its neutral value; ``change`` gets the model first.
+    ``vocabulary``: None for ``tokenizer``'s."""
+    vocabulary = vocabulary or tokenizer()
     parts = dict(zip(("interface", "head", "prior", "linear"), arm.split("/"), strict=True))
     settings = ArmSettings(**parts, positions=positions)
     config = BODIES[kind][0](**SIZES, **OWN[kind], linear=settings.linear, bitnet_scale=scale)
-    size, bits = tokenizer().vocab_size, BITS if "sign" in arm or "code" in arm else 0
-    model = build_model(ModelDescription(settings, kind, config, size, bits, 1.5), _fixed(settings, size, bits))
+    size, bits = vocabulary.vocab_size, BITS if "sign" in arm or "code" in arm else 0
+    model = build_model(ModelDescription(settings, kind, config, size, bits, 1.5), _fixed(settings, vocabulary, bits))
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         if change:
             change(model)
-    state = {"step": 3, "tokens": 48, "ranks": 1, "data": "", "tokenizer": tokenizer().fingerprint, "codes": None}
+    state = {"step": 3, "tokens": 48, "ranks": 1, "data": "", "tokenizer": vocabulary.fingerprint, "codes": None}
     run = dataclasses.asdict(RunSettings(arm=settings, data=DataSettings(seq_len=16)))
-    saved = tokenizer().save(folder.parent / f"{folder.name}.tokenizer.json")
+    saved = vocabulary.save(folder.parent / f"{folder.name}.tokenizer.json")
     write_checkpoint(folder, Snapshot(model, None, state, run, saved))
     saved.unlink()
     return open_checkpoint(folder)
 
 
-def _fixed(arm: ArmSettings, size: int, bits: int) -> FixedData:
+def _fixed(arm: ArmSettings, vocabulary: Tokenizer, bits: int) -> FixedData:
     from kernels.binary_code import pack_gf2_matrix
 
-    buffer = byte_buffer(tokenizer().tokens, tokenizer().special_ids, arm.positions)
+    size, buffer = vocabulary.vocab_size, byte_buffer(vocabulary.tokens, vocabulary.special_ids, arm.positions)
     return FixedData(
         size, random_codes(size, BITS, seed=0).words if bits else None, bits,
         pack_gf2_matrix(matrix_for(id_bits(size))) if arm.interface == "gf2" else None,

@@ -237,8 +237,7 @@ def test_logprobs_are_those_of_all_scores(arms) -> None:
 def test_the_same_loop_gives_the_same_text(arms) -> None:
     model, path = arms("gpt2", "kron/code/none/float")
     settings = GenerationSettings(temperature=0.7, top_k=50, samples=3, max_tokens=12, repetition_penalty=1.3, seed=11)
-    with PackedFile(path) as file:
-        codec = PackedCodec(file)
+    codec = PackedCodec(PackedFile(path))
     codec.encode = lambda text: [int(word) for word in text.split()]
     prompts = ["5 17 900", "33"]
     with Engine(path, threads=2) as engine:

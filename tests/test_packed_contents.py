@@ -8,10 +8,12 @@ from packed_support import little_checkpoint, tokenizer, write_anew
 
 from models.engine.engine import Engine
 from models.errors import UserError
+from models.packed.codec import ENCODER_TENSORS
 from models.packed.export import export_file
 from models.packed.file import PackedFile
 from models.packed.load import PackedModel
 from models.packed.sections import Rounding
+from models.packed.tokenizer_json import SETTINGS, WHOLE
 
 ARMS = {"sign": "sign/code/trained/bitnet", "kron": "kron/table/fixed/float", "gf2": "gf2/table/none/float"}
 
@@ -72,8 +74,8 @@ def _load(path):
         ("sign", "tokenizer.ends", 100, 0, "tokenizer.ends does not grow"),
         ("sign", "tokenizer.ends", -1, 2**32 - 1, "tokenizer.ends ends at 4,294,967,295"),
         ("sign", "tokenizer.bytes", 0, 0x41, "tokenizer.bytes holds other tokens than tokenizer.json|has id 1 for the byte 33"),
-        ("sign", "tokenizer.json", 0, 0x5B, "not a tokenizer.json"),
-        ("sign", "tokenizer.json", 1, 0xFF, "tokenizer.json is not UTF-8"),
+        ("sign", "tokenizer.settings", 0, 0x5B, "tokenizer.settings and the tensors beside it make no tokenizer.json"),
+        ("sign", "tokenizer.settings", 1, 0xFF, "tokenizer.settings and the tensors beside it make no tokenizer.json"),
         ("kron", "interface.weight", 11, -128, "interface.weight holds -128"),
         ("kron", "interface.weight.scale", 2, np.nan, "interface.weight.scale is not finite"),
         ("kron", "interface.weight.scale", 2, 3e38, "interface.weight.scale is not finite"),
@@ -141,7 +143,7 @@ def test_tensors_that_the_model_does_not_have(originals, path, arm, tensors, mes
         ({("model", "arm", "head"): "table"}, "the model it describes"),
         ({("model", "arm"): None}, "not a model description|settings"),
         ({("tokenizer",): None}, "no object 'made_from' or 'tokenizer'"),
-        ({("tokenizer", "ids"): 289}, "tokenizer.json has 290 ids, the index says 289"),
+        ({("tokenizer", "ids"): 289}, "not a tokenizer.json"),
         ({("tokenizer", "ids"): 291}, "expected numbers of ids and words"),
         ({("tokenizer", "words"): 1}, "expected numbers of ids and words"),
         ({("tokenizer", "words"): -1}, "expected numbers of ids and words"),
@@ -176,6 +178,9 @@ def test_the_tokenizer_of_another_model(originals, path):
     from models.vocab.tokenizer import train_bpe
 
     other = train_bpe(["low lower lowest newer wider " * 20], 270).to_json().encode()
-    write_anew(path, {"tokenizer.json": ("uint8", (len(other),), other)})
+    with PackedFile(path) as file:
+        entry = {name: value for name, value in file.index["tokenizer"].items() if name != "encoder"}
+    gone = dict.fromkeys([SETTINGS, *ENCODER_TENSORS])
+    write_anew(path, gone | {WHOLE: ("uint8", (len(other),), other)}, tokenizer=entry)
     check_refused(path, r"tokenizer.json has 2\d\d ids, the index says 290")
     assert tokenizer().vocab_size == 290

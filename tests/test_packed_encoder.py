@@ -12,8 +12,8 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from vocab_samples import LINES, byte_level, random_texts
 
-from models.packed.encoder import RULES, LibraryNeeded
 from models.packed.encoder_tables import checked_tables, encoder_tables
+from models.packed.splitting import SHAPED, LibraryNeeded
 from models.vocab.tokenizer import Tokenizer, train_bpe
 from models.vocab.tokenizer_formats import PROBES
 
@@ -154,17 +154,29 @@ def test_other_tokenizers_are_left_to_the_library(change, why, caplog):
     assert why in caplog.text
 
 
-def test_merges_whose_ids_are_no_ranks_are_left_to_the_library(caplog):
-    caplog.set_level("INFO")
-    layout = json.loads(byte_level().to_json())
-    merges = layout["model"]["merges"]
-    merges[3], merges[4] = merges[4], merges[3]
-    assert encoder_tables(Tokenizer.from_json(json.dumps(layout))) is None
-    assert "not in the order of their ranks" in caplog.text
+def test_merges_whose_ids_are_no_ranks():
+    layout = json.loads(byte_level(2000).to_json())
+    random.Random(5).shuffle(merges := layout["model"]["merges"])
+    shuffled = Tokenizer.from_json(json.dumps(layout))
+    assert "ranks" in checked_tables(shuffled).numbers and len(merges) > 100
+    assert not check_same(encodings(shuffled), [*LINES, *PROBES, " ".join(LINES)])
+    assert any(shuffled.encode(line) != byte_level(2000).encode(line) for line in LINES)
+
+
+@pytest.mark.parametrize("most", [1, 2, 300])
+def test_added_tokens_within_one_another(most):
+    """Of a thousand that begin alike the longest is found, whatever follows, and quickly."""
+    names = [*("a" * n for n in range(1, most)), *("a" * n + "b" for n in range(0, most, 3))]
+    names += ["a" * n + " " for n in range(1, most, 5)]
+    added = with_added(byte_level(), [name for name in names if name not in byte_level().backend.get_vocab()])
+    draw = random.Random(0)
+    texts = ["a" * 1000, "a" * 1000 + "c"]
+    texts += ["".join("a" * draw.randrange(2 * most) + draw.choice(" bc") for _ in range(5)) for _ in range(200)]
+    assert not check_same(encodings(added), texts)
 
 
 def test_what_our_encoder_would_split_otherwise_is_left_to_the_library(monkeypatch, caplog):
     assert checked_tables(byte_level())
-    monkeypatch.setitem(RULES, "gpt-2", re.compile(r"\S+|\s+", re.ASCII))
+    monkeypatch.setitem(SHAPED, "gpt-2", re.compile(r"\S+|\s+", re.ASCII))
     assert checked_tables(byte_level()) is None
     assert 'splits "The quick brown' in caplog.text

@@ -161,19 +161,19 @@ def test_a_tokenizer_that_changes_text_around_words_is_refused():
 
 
 def test_who_has_the_file_open_goes_on_with_what_was_opened(path):
-    def opened():
-        with PackedFile(path) as file:
-            return PackedCodec(file)
-
-    codec, engine = opened(), Engine(path, 1)
+    text, before = "the kingmaker \u0378", tokenizer()
+    codec, engine = PackedCodec(PackedFile(path)), Engine(path, 1)
     extend(path, WORDS)
-    assert codec.encode(WORDS[0]) == tokenizer().encode(WORDS[0])
-    with engine, pytest.raises(UserError, match="a.tfree: has changed since it was opened"):
-        _ = engine.tokenizer
-    codec = opened()
-    write_anew(path, {"tokenizer.json": ("uint8", (2,), b"{}")})
-    with pytest.raises(UserError, match="a.tfree: was replaced by another file since it was opened"):
-        codec.encode("text")
+    with engine:
+        for opened in (codec, engine.tokenizer):
+            assert opened.encode(WORDS[0]) == before.encode(WORDS[0]) and opened.encode(text) == before.encode(text)
+        replaced = Engine(path, 1)
+        write_anew(path, {"tokenizer.settings": ("uint8", (2,), b"{}")})
+        with replaced:
+            assert replaced.tokenizer.encode(WORDS[0]) == [before.vocab_size]
+            assert before.vocab_size in replaced.tokenizer.encode(text)  # by the library, out of the file that was replaced
+    with pytest.raises(ValueError, match="this engine was closed"):
+        _ = Engine.tokenizer.func(engine)
 
 
 def test_a_model_is_not_read_from_a_file_that_has_changed(path, monkeypatch):

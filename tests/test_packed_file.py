@@ -1,5 +1,6 @@
 """The packed file as bytes: the documented example, every kind of damage under its own name, appending, and what a kill leaves."""
 
+import dataclasses
 import json
 import math
 import os
@@ -54,10 +55,14 @@ def original(path):
 
 
 def open_and_check(path):
+    """The index as it is written."""
     with PackedFile(path) as file:
         for name in file.tensors:
             file.read(name)
-        return file.index
+        listed = {name: dataclasses.asdict(tensor) for name, tensor in file.tensors.items()}
+        for name, entry in listed.items():
+            assert entry.pop("name") == name
+        return json.loads(json.dumps(file.index | {"tensors": listed}))
 
 
 def refused(path, data, message):

@@ -58,14 +58,14 @@ class Engine:
             raise UsageError(f"kv must be one of {', '.join(CACHES)}, got {kv!r:.40}")
         self.path, self.kv = Path(path), kv
         self._lock, self._sessions = threading.Lock(), weakref.WeakSet()
-        with PackedFile(path) as file:
-            self.index, self._slot = file.index, file.slot
-            try:
-                description = Description(file.model)
-            except UserError as error:
-                raise file.fault(str(error)) from error
-            self._library = load()
-            self._model = load_model(self._library, file, description, backend)
+        self._file = file = PackedFile(path)
+        self.index = file.index
+        try:
+            description = Description(file.model)
+        except UserError as error:
+            raise file.fault(str(error)) from error
+        self._library = load()
+        self._model = load_model(self._library, file, description, backend)
         config = description.config
         self.vocab_size, self.context, self.width = config.vocabulary, config.context, config.width
         self.backend = self._library.tf_model_backend(self._model).decode()
@@ -94,13 +94,14 @@ class Engine:
                 session._free()
             self._library.tf_engine_free(self._engine)
             self._library.tf_model_free(self._model)
-            self._engine = self._model = None
+            self._engine = self._model = self._file = None
 
     @cached_property
     def tokenizer(self) -> PackedCodec:
-        """Text to ids and back, for most files without the `tokenizers` library. Raises UserError."""
-        with PackedFile(self.path, self._slot) as file:
-            return PackedCodec(file)
+        """Text to ids and back, for most files without the `tokenizers` library. Outlives the engine. Raises UserError."""
+        if not self._file:
+            raise ValueError("this engine was closed")
+        return PackedCodec(self._file)
 
     @property
     def code_bytes(self) -> int:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from models.packed.codec import TokenBytes, read_token_bytes
 from models.packed.encoder import NO_TOKEN
 from models.packed.file import PackedFile
 from models.packed.sections import PRIOR
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 Rule = Callable[[np.ndarray], str]  # rows of a tensor -> what is wrong with them, "" when nothing is
 PIECE_BYTES = 1 << 20
+MOST_CODE_POINT = 0x10FFFF
 
 
 def pieces(file: PackedFile, name: str, rule: Rule) -> Iterator[tuple[int, np.ndarray]]:
@@ -42,9 +42,13 @@ def rule_for(file: PackedFile, name: str, description: "ModelDescription") -> Ru
     if name == "tokenizer.ends":
         return Ends(file.tensors["tokenizer.bytes"].shape[0])
     if name == "tokenizer.alphabet":
-        return Alphabet(read_token_bytes(file))
+        return Alphabet(token_list(file))
     if name == "tokenizer.merges":
         return Merges(file)
+    if name == "tokenizer.ranks":
+        return Permutation(tensor.shape[0])
+    if name == "tokenizer.characters":
+        return Characters(file)
     if name.endswith(".packed"):
         return ternary
     if tensor.dtype == "int8":
@@ -66,6 +70,15 @@ def check_contents(file: PackedFile, description: "ModelDescription") -> None:
             pass
         if isinstance(rule, Ends):
             rule.finish(file)
+
+
+def token_list(file: PackedFile) -> list[bytes]:
+    """The bytes of each id. Raises UserError when the ends do not cut them."""
+    joined = file.read("tokenizer.bytes")
+    rule = Ends(len(joined))
+    ends = [0, *(int(end) for _, rows in pieces(file, "tokenizer.ends", rule) for end in rows)]
+    rule.finish(file)
+    return [joined[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def anything(_: np.ndarray) -> str:
@@ -122,7 +135,7 @@ class Ends:
 class Alphabet:
     """Ids of single bytes, in order; NO_TOKEN for a byte without one."""
 
-    def __init__(self, tokens: TokenBytes) -> None:
+    def __init__(self, tokens: list[bytes]) -> None:
         self.tokens, self.byte = tokens, 0
 
     def __call__(self, rows: np.ndarray) -> str:
@@ -137,7 +150,7 @@ class Merges:
     """Pairs of ids, ascending; each becomes the id of tokenizer.merged that has the bytes of both."""
 
     def __init__(self, file: PackedFile) -> None:
-        self.tokens, self.last, self.row = read_token_bytes(file), -1, 0
+        self.tokens, self.last, self.row = token_list(file), -1, 0
         self.merged = np.concatenate([rows for _, rows in pieces(file, "tokenizer.merged", anything)]).tolist()
 
     def __call__(self, rows: np.ndarray) -> str:
@@ -148,4 +161,34 @@ class Merges:
         for left, right, index in zip((rows >> 32).tolist(), (rows & NO_TOKEN).tolist(), merged, strict=True):
             if max(left, right, index) >= len(tokens) or tokens[left] + tokens[right] != tokens[index]:
                 return f"joins {left:,} and {right:,} to {index:,}, which does not have their bytes"
+        return ""
+
+
+class Characters:
+    """Code points, ascending; the id of each has its character as bytes."""
+
+    def __init__(self, file: PackedFile) -> None:
+        self.tokens, self.last, self.row = token_list(file), -1, 0
+        self.ids = np.concatenate([rows for _, rows in pieces(file, "tokenizer.character_ids", anything)]).tolist()
+
+    def __call__(self, rows: np.ndarray) -> str:
+        if (np.diff(rows.astype(np.int64), prepend=self.last) <= 0).any() or rows[-1] > MOST_CODE_POINT:
+            return "does not grow from character to character"
+        for code, index in zip(rows.tolist(), self.ids[self.row :], strict=False):
+            if index >= len(self.tokens) or self.tokens[index] != chr(code).encode(errors="replace"):
+                return f"has the id {index:,} for U+{code:04X}, which it does not stand for"
+        self.last, self.row = int(rows[-1]), self.row + len(rows)
+        return ""
+
+
+class Permutation:
+    """Each number below ``size`` once."""
+
+    def __init__(self, size: int) -> None:
+        self.seen = np.zeros(size, bool)
+
+    def __call__(self, rows: np.ndarray) -> str:
+        if (rows >= len(self.seen)).any() or self.seen[rows].any() or len(np.unique(rows)) < len(rows):
+            return "does not have each rank once"
+        self.seen[rows] = True
         return ""

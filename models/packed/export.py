@@ -111,7 +111,7 @@ def export_file(checkpoint: "Checkpoint", out: Path, rounding: "Rounding") -> li
         model = pack_model(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     tables = checked_tables(tokenizer)
-    write_file(out, index_of(checkpoint, model, tokenizer, tables), _tensors(checkpoint, model, tokenizer, tables, rounding))
+    write_file(out, index_of(checkpoint, model, tokenizer, tables), _tensors(model, tokenizer, tables, rounding))
     return [{"what": "model", "trained": checkpoint.model_bytes, "packed": out.stat().st_size}]
 
 
@@ -136,14 +136,12 @@ def index_of(
 
 
 def _tensors(
-    checkpoint: "Checkpoint", model: "LanguageModel", tokenizer: "Tokenizer", tables: "EncoderTables | None", rounding: "Rounding"
+    model: "LanguageModel", tokenizer: "Tokenizer", tables: "EncoderTables | None", rounding: "Rounding"
 ) -> "Iterator[NewTensor]":
     from models.packed.sections import model_tensors, tokenizer_tensors
 
     yield from model_tensors(model.state_dict(), model.description.arm, rounding)
-    text = (checkpoint.path / "tokenizer.json").read_bytes()
-    yield from tokenizer_tensors(tokenizer, model.description.vocab_size, text)
-    yield from tables.tensors() if tables else ()
+    yield from tokenizer_tensors(tokenizer, model.description.vocab_size, tables)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _SLOT = struct.Struct("<QQIIII")  # index offset, index bytes, generation, crc32
 _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """Whole rows of a tensor, one after another in the file."""
 
@@ -40,7 +40,7 @@ class Section:
     crc32: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor of a file; its sections follow each other along dimension 0. A number alone (shape ()) is one row."""
 
@@ -84,16 +84,16 @@ def row_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 class PackedFile:
-    """A file open for reading; use it in a ``with`` block. Safe to read from several threads.
+    """A file open for reading, until ``close``, the end of a ``with`` block, or its last reference. Any thread may read from it.
 
-    ``index``: the JSON object of docs/tfree.md; ``model``: its model description; ``tensors``: what it lists, by name; ``slot``:
-    where it lies. Raises UserError that names the file and what is wrong, when anything but the contents of the sections is; those
-    are checked as they are read.
+    ``index``: the JSON object of docs/tfree.md without its ``tensors``; ``model``: its model description; ``tensors``: what it
+    lists, by name; ``slot``: where it lies. Raises UserError that names the file and what is wrong, when anything but the contents
+    of the sections is; those are checked as they are read.
     """
 
     def __init__(self, path: str | Path, same: Slot | None = None) -> None:
         """``same``: the slot that the file had when it was opened before; UserError when it has another now."""
-        self.path = Path(path)
+        self.path, self._descriptor = Path(path), -1
         if not self.path.is_file():
             raise self.fault("no such file" if not self.path.exists() else "not a file")
         self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -106,6 +106,7 @@ class PackedFile:
             self.index = self._read_index()
             self.model: dict[str, Any] = self._object("model")
             self.tensors = {name: self._tensor(name, entry) for name, entry in self._object("tensors").items()}
+            del self.index["tensors"]
             self._check_places()
         except BaseException:
             self.close()
@@ -115,6 +116,9 @@ class PackedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
@@ -148,6 +152,22 @@ class PackedFile:
     def read(self, name: str) -> bytes:
         """All bytes of a tensor. Raises UserError when a checksum is wrong."""
         return b"".join(piece.obj for _, piece in self.rows(name, most_bytes=1 << 24))  # one piece is not copied
+
+    def part(self, name: str, first: int, count: int) -> bytes:
+        """The bytes of ``count`` rows of a tensor from ``first`` on. Their checksum is not looked at: read all of it with ``rows``
+        before. Raises UserError for rows that it does not have.
+        """
+        tensor, pieces = self.tensors[name], []
+        length, rest = tensor.row_bytes, first
+        for section in tensor.sections:
+            if 0 <= rest < section.rows and count > 0:
+                here = min(count, section.rows - rest)
+                pieces.append(self._bytes(section.offset + rest * length, here * length))
+                rest, count = rest + here, count - here
+            rest -= section.rows
+        if count or first < 0:
+            raise self.fault(f"{name} has no {count:,} rows from {first:,} on: it was changed while it was open")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _bytes(self, offset: int, count: int) -> bytes:
         pieces = []

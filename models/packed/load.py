@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from models.arm import LanguageModel, ModelDescription
-from models.errors import UserError
-from models.packed.codec import ENCODER_TENSORS
 from models.packed.contents import Ends, check_contents, pieces, rule_for
-from models.packed.encoder_tables import encoder_tables
 from models.packed.file import PackedFile, Slot
 from models.packed.sections import dtypes_for
+from models.packed.tokenizer_json import read_json
+from models.packed.tokenizer_parts import check_encoder, tokenizer_layout
 from models.packed.words import with_words
 from models.settings import RunSettings, from_nested, override
 from models.training.checkpoint import Checkpoint, blank_model, checked_state, find_checkpoint, naming
@@ -28,8 +27,6 @@ from models.vocab.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from models.packed.file import Tensor as Listed
-
-TOKENIZER_TENSORS = {"tokenizer.json": "uint8", "tokenizer.bytes": "uint8", "tokenizer.ends": "uint32"}
 
 
 def find_model(path: Path) -> "Checkpoint | PackedModel":
@@ -83,7 +80,7 @@ class PackedModel:
         """The tokenizer, added words included; UserError unless its tokens are those that the file lists."""
         with PackedFile(self.path, self.slot) as file, naming(file.path):
             tokens = self._tokens(file)
-            tokenizer = Tokenizer.from_json(_text(file))
+            tokenizer = Tokenizer.from_json(read_json(file))
             tokenizer.origin = self.path
             if tokenizer.vocab_size != self.ids:
                 raise file.fault(f"tokenizer.json has {tokenizer.vocab_size:,} ids, the index says {self.ids:,}")
@@ -116,7 +113,8 @@ class PackedModel:
         with PackedFile(self.path, self.slot) as file:
             check_contents(file, self.description)
             self.load_tokenizer()
-            _check_encoder(file)
+            with naming(file.path):
+                check_encoder(file)
 
     def _tokens(self, file: PackedFile) -> list[bytes]:
         joined = file.read("tokenizer.bytes")
@@ -155,9 +153,7 @@ def _check_layout(file: PackedFile, description: ModelDescription) -> None:
     blocks = {name.split(".")[2] for name in file.tensors if name.startswith("body.blocks.")}
     if len(blocks) != description.body.layers:  # before a model of absurd depth is built
         raise file.fault(f"has {len(blocks)} blocks, its model description {description.body.layers:,}")
-    wanted = {name: ((kind,), None) for name, kind in TOKENIZER_TENSORS.items()}
-    wanted["tokenizer.ends"] = ("uint32",), (description.vocab_size,)
-    wanted |= _encoder_layout(file)
+    wanted = tokenizer_layout(file, description.vocab_size)
     for name, tensor in blank_model(description).state_dict().items():
         dtypes = dtypes_for(name, tensor, description.arm)
         wanted[name] = dtypes, tuple(tensor.shape)
@@ -172,29 +168,6 @@ def _check_layout(file: PackedFile, description: ModelDescription) -> None:
         if tensor.dtype not in dtypes or (len(tensor.shape) != 1 if shape is None else tensor.shape != shape):
             expected = f"{' or '.join(dtypes)} {list(shape) if shape is not None else '[bytes]'}"
             raise file.fault(f"{name} is {tensor.dtype} {list(tensor.shape)}; the model it describes has {expected}")
-
-
-def _encoder_layout(file: PackedFile) -> dict[str, tuple[tuple[str], tuple[int, ...]]]:
-    """The tensors of our own encoder in a file whose index says that it has one: name -> (dtypes, shape)."""
-    if file.index["tokenizer"].get("encoder") is None:
-        return {}
-    merges = file.tensors.get("tokenizer.merges")
-    rows = merges.shape[:1] if merges else ()
-    return {name: ((dtype,), (256,) if name == "tokenizer.alphabet" else rows) for name, dtype in ENCODER_TENSORS.items()}
-
-
-def _check_encoder(file: PackedFile) -> None:
-    """Raise UserError unless what text is encoded with, if the file has it, is what tokenizer.json means."""
-    about = file.index["tokenizer"].get("encoder")
-    if about is None:
-        return
-    with naming(file.path):
-        tables = encoder_tables(Tokenizer.from_json(_text(file)))
-    if not tables or tables.about() != about:
-        raise file.fault("tokenizer.encoder of the index is not what tokenizer.json means")
-    for tensor in tables.tensors():
-        if b"".join(tensor.data) != file.read(tensor.name):
-            raise file.fault(f"{tensor.name} is not that of tokenizer.json")
 
 
 def _load(file: PackedFile, name: str, description: ModelDescription) -> Tensor:
@@ -218,9 +191,3 @@ def _kind(listed: "Listed") -> type:
     """In what numbers PyTorch holds a tensor: words as int32, all that is floating as float32."""
     return {"uint32": np.int32, "float16": np.float32}.get(listed.dtype, np.dtype(listed.dtype).type)
 
-
-def _text(file: PackedFile) -> str:
-    try:
-        return file.read("tokenizer.json").decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"tokenizer.json is not UTF-8 (byte {error.start:,})") from error

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from models.errors import UserError
 from models.packed.file import row_bytes
+from models.packed.tokenizer_json import SETTINGS, WHOLE
 from models.packed.writing import NewTensor
 
 if TYPE_CHECKING:
     from models.arm import ModelDescription
+    from models.packed.encoder_tables import EncoderTables
     from models.settings import ArmSettings
     from models.vocab.tokenizer import Tokenizer
 
@@ -137,10 +139,14 @@ def _pieces(tensor: Tensor, dtype: str, scale: Tensor | None) -> Iterator[memory
         yield memoryview(array).cast("B") if array.ndim else memoryview(array.tobytes())
 
 
-def tokenizer_tensors(tokenizer: "Tokenizer", size: int, text: bytes) -> list[NewTensor]:
-    """The tokenizer.json, and the bytes of every id up to ``size`` (none for ids that have no text) with their ends."""
+def tokenizer_tensors(tokenizer: "Tokenizer", size: int, tables: "EncoderTables | None") -> list[NewTensor]:
+    """The tokenizer: its tokenizer.json or what is left of that beside its ``tables``, these, and the bytes of every id up to
+    ``size`` (none for ids that have no text) with their ends."""
+    settings = tables and tables.settings(tokenizer)
+    text = settings or tokenizer.to_json().encode()
     tokens = tokenizer.tokens + [b""] * (size - tokenizer.vocab_size)
-    return [NewTensor("tokenizer.json", "uint8", (len(text),), [text]), *bytes_tensors(tokens, start=0)]
+    rest = NewTensor(SETTINGS if settings else WHOLE, "uint8", (len(text),), [text])
+    return [rest, *bytes_tensors(tokens, start=0), *(tables.tensors() if tables else ())]
 
 
 def bytes_tensors(tokens: list[bytes], start: int) -> list[NewTensor]:

@@ -6,7 +6,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,7 @@ from models.packed.file import (
     PackedFile,
     Section,
     Slot,
+    Tensor,
     row_bytes,
 )
 
@@ -64,7 +65,7 @@ def append_rows(old: PackedFile, about: dict[str, Any], tensors: Iterable[NewTen
         try:
             file.truncate(old.slot.end)  # what a killed append left behind it
             file.seek(old.slot.end)
-            listed = dict(old.index["tensors"])
+            listed = {name: _entry(tensor, tensor.sections) for name, tensor in old.tensors.items()}
             for tensor in tensors:
                 listed[tensor.name] = _extended(listed.get(tensor.name), tensor, _write_section(file, tensor))
             index = old.index | about | {"tensors": listed}
@@ -118,8 +119,8 @@ def _write_section(file: BinaryIO, tensor: NewTensor) -> Section:
     return Section(offset, count, rows, checksum)
 
 
-def _entry(tensor: NewTensor, sections: list[Section]) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "sections": [vars(section) for section in sections]}
+def _entry(tensor: NewTensor | Tensor, sections: Iterable[Section]) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "sections": list(map(asdict, sections))}
 
 
 def _extended(entry: dict[str, Any] | None, new: NewTensor, section: Section) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def _extended(entry: dict[str, Any] | None, new: NewTensor, section: Section) ->
     if entry["dtype"] != new.dtype or entry["shape"][1:] != list(new.shape[1:]) or not new.shape:
         raise ValueError(f"{new.name}: rows of {new.dtype} {list(new.shape)} do not fit {entry['dtype']} {entry['shape']}")
     shape = [entry["shape"][0] + new.shape[0], *new.shape[1:]]
-    return {"dtype": new.dtype, "shape": shape, "sections": [*entry["sections"], vars(section)]}
+    return {"dtype": new.dtype, "shape": shape, "sections": [*entry["sections"], asdict(section)]}
 
 
 def _write_index(file: BinaryIO, path: Path, index: dict[str, Any], place: int, generation: int) -> Slot:

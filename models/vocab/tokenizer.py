@@ -38,9 +38,9 @@ class Tokenizer:
         self.origin: Path | None = None  # the file it was read from, for messages
 
     @classmethod
-    def from_json(cls, text: str) -> "Tokenizer":
+    def from_json(cls, text: str | bytes) -> "Tokenizer":
         """The tokenizer that ``to_json`` (or any tokenizer.json) describes. Raises UserError when it cannot be read."""
-        return cls(open_backend(text.encode(errors="surrogatepass")))
+        return cls(open_backend(text if isinstance(text, bytes) else text.encode(errors="surrogatepass")))
 
     def to_json(self) -> str:
         """The whole tokenizer as the text of a tokenizer.json."""

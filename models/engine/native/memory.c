@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifdef __SANITIZE_ADDRESS__
 enum { HUGE = 64, CHUNK = 64 }; /* a chunk for each part, so that AddressSanitizer sees what is read behind its end */
@@ -78,6 +79,17 @@ void *tf_arena_take(tf_arena *arena, size_t bytes)
     void *memory = (char *)arena->newest + arena->newest->used;
     arena->newest->used += bytes;
     return memory;
+}
+
+/* The huge page in which the last part of a chunk ends was taken whole: up to 2 MB that nothing uses go back. */
+void tf_arena_trim(tf_arena *arena)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    for (struct tf_chunk *chunk = arena->newest; chunk; chunk = chunk->next) {
+        uintptr_t end = ((uintptr_t)chunk + chunk->used + page - 1) / page * page;
+        if (end < (uintptr_t)chunk + chunk->size)
+            madvise((void *)end, ((uintptr_t)chunk + chunk->size - end) / page * page, MADV_DONTNEED);
+    }
 }
 
 void tf_arena_free(tf_arena *arena)

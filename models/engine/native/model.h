@@ -104,6 +104,7 @@ typedef struct {
 void *tf_alloc(size_t bytes); /* 64-byte aligned, huge pages asked for; NULL when there is none (or bytes is SIZE_MAX) */
 void tf_free(void *memory);
 void *tf_arena_take(tf_arena *arena, size_t bytes);
+void tf_arena_trim(tf_arena *arena);
 void tf_arena_free(tf_arena *arena);
 size_t tf_times(size_t a, size_t b); /* SIZE_MAX when the product does not fit */
 int tf_fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));

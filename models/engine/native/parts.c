@@ -385,6 +385,7 @@ int tf_model_finish(tf_model *model)
         code = transpose_lift(model);
     if (!code && model->c.interface == TF_INTERFACE_KRON)
         code = sum_kron(model);
+    tf_arena_trim(&model->arena);
     model->finished = code == TF_OK;
     return code;
 }
