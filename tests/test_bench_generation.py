@@ -96,14 +96,14 @@ def test_a_run_from_the_command_line(model, llama_bench, tmp_path, capsys):
     measures = [("decode", 0), ("decode", 40), ("prefill", 0), ("memory", 0), ("memory", 40)]
     names = ("engine tiny", "eager tiny", "llama.cpp Q8_0")
     floors = {("engine tiny", "floor", depth) for depth in (0, 40)}
-    assert rows.keys() == {(name, *which) for name in names for which in measures} | floors
+    assert rows.keys() == {(name, *which) for name in names for which in measures} | floors | {("engine tiny", "text", 0)}
     theirs, ours = rows["llama.cpp Q8_0", "decode", 40], rows["eager tiny", "decode", 40]
     assert theirs["values"] == [100.0] and (theirs["tokens"], ours["tokens"]) == (6, 3)
     assert ours["ratio_to"] == "llama.cpp Q8_0" and 0 < ours["ratio"] < 100
     assert len(ours["foreign"]) == 1 and all(0 <= share <= 1 for share in ours["foreign"])
     assert 50e6 < rows["llama.cpp Q8_0", "memory", 0]["median"] < 90e6  # a bare Python and what it holds: not what pytest holds
     assert rows["eager tiny", "memory", 0]["median"] > 150e6  # PyTorch
-    assert rows["engine tiny", "memory", 0]["median"] < 60e6  # no PyTorch
+    assert rows["engine tiny", "memory", 0]["median"] < 60e6 and rows["engine tiny", "text", 0]["median"] < 60e6  # no PyTorch
     assert all(0 < rows["engine tiny", "decode", depth]["floor_share"] < 1 for depth in (0, 40))
     assert rows["engine tiny", "decode", 0]["prior"] == "uneven" and "prior" not in theirs and "code_bytes" not in ours
     assert all(0 < rows["engine tiny", measure, 0]["code_bytes"] <= (V + 31) // 32 * 32 * 96 / 8 for measure in ("decode", "floor"))
@@ -118,6 +118,9 @@ def test_ratios_and_shares_are_those_of_the_rounds(tmp_path):
 
         def memory(self, depth, tokens, threads):
             return Sample("memory", depth, tokens, 1e6, 0.0)
+
+        def text_memory(self, threads):
+            return None
 
     (tmp_path / "a").touch(), (tmp_path / "b").touch()  # not packed files: nothing is said of their prior
     turns = [(Scripted("engine", tmp_path / name), 1) for name in "ab"]

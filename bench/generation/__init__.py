@@ -29,7 +29,8 @@ round is one process of each. Reported are medians and the 20th and 80th percent
 rounds' ratios. Each row also says which share of the machine's CPU time other processes had in each round (/proc/stat, less the
 process's own): quiet rounds are those where it is near 0. ``decode at D``: tokens/s of so many tokens one by one, from a context of
 D tokens on (ours takes the best token of all scores each time; llama-bench computes all scores and samples none). ``prefill``:
-tokens/s of reading a prompt. ``memory``: the largest resident set of a fresh process that only decodes, and the context it had.
+tokens/s of reading a prompt. ``memory``: the largest resident set of a fresh process that only decodes ids, and the context it had;
+``text``: that of ``python -m models.generation`` with a text of 60 characters, until 64 tokens more were drawn greedily.
 
 ``floor``: the engine's own process reads as many bytes as a token needs (of the file all matrices and the prior once, of an untied
 input table a row, of the codes what the decoded tokens took, ``code_bytes``; the keys and values that it attends to) with as many

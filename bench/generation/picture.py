@@ -16,7 +16,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     from matplotlib import pyplot
 
     threads = max(row["threads"] for row in rows)
-    chosen = [row for row in rows if row["threads"] == threads and row["measure"] != "floor"]
+    chosen = [row for row in rows if row["threads"] == threads and row["measure"] not in ("floor", "text")]
     panels = dict.fromkeys((row["measure"], row["depth"]) for row in sorted(chosen, key=lambda r: (r["measure"], r["depth"])))
     names = list(dict.fromkeys(row["provider"] for row in chosen))
     figure, grid = pyplot.subplots(1, len(panels), figsize=(2.9 * len(panels) + 1.2, 1.5 + 0.42 * len(names)), squeeze=False)

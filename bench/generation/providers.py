@@ -16,6 +16,7 @@ from models.packed.file import PackedFile
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCH = Path(__file__).with_name("watch.py")
+PROMPT = "It was a bright cold day in April, and the clocks struck on."  # at most a token a byte, so 64 more stay within 128
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Sample:
-    """One number of one round: ``measure`` is decode (tokens/s), prefill (tokens/s), memory (bytes) or floor (seconds)."""
+    """One number of one round: ``measure`` is decode or prefill (tokens/s), memory or text (bytes), or floor (seconds)."""
 
     measure: str
     depth: int  # context before it
@@ -52,6 +53,10 @@ class Provider(ABC):
     @abstractmethod
     def memory(self, depth: int, tokens: int, threads: int) -> Sample:
         """The largest resident set of a fresh process that decodes ``tokens`` tokens from ``depth`` on, and does nothing else."""
+
+    def text_memory(self, threads: int) -> Sample | None:
+        """The same of the command that a user has, given a text, at a context below 128; None where there is none."""
+        return None
 
     @abstractmethod
     def decode_command(self, tokens: int) -> list[str]:
@@ -87,6 +92,14 @@ class Ours(Provider):
         tokens = min(tokens, self.most_tokens or tokens)
         _, cost = run(self._command([(depth, tokens)], threads))
         return Sample("memory", depth, tokens, cost["rss"], cost["foreign"])
+
+    def text_memory(self, threads: int) -> Sample | None:
+        if self.engine != "engine":
+            return None
+        new = 64
+        flags = ["--max-tokens", str(new), "--temperature", "0", "--ignore-eos", "--threads", str(threads), "--kv", self.kv]
+        _, cost = run([sys.executable, "-m", "models.generation", str(self.file.resolve()), "--prompt", PROMPT, *flags])
+        return Sample("text", 0, new, cost["rss"], cost["foreign"])
 
     def decode_command(self, tokens: int) -> list[str]:
         return self._command([(0, tokens)], threads=1)

@@ -9,14 +9,14 @@ from typing import Any
 
 from bench.generation.providers import Points, Provider, Sample, prior_kind
 
-UNITS = {"decode": "tokens/s", "prefill": "tokens/s", "memory": "bytes", "floor": "seconds"}
+UNITS = {"decode": "tokens/s", "prefill": "tokens/s", "memory": "bytes", "text": "bytes", "floor": "seconds"}
 QUIET = 0.05  # of the machine's CPU time in others' hands
 Key = tuple[str, int, str, int]  # provider, threads, measure, depth
 Turn = tuple[Provider, int]  # a provider and its threads
 
 
 def take_turns(turns: Sequence[Turn], points: Points, rounds: int, say: Callable[[str], None]) -> dict[Key, list[Sample]]:
-    """Each provider and thread count once a round; then the memory of each, at the least and the largest depth."""
+    """Each provider and thread count once a round; then the memory of each, at the least and largest depth and given a text."""
     found: dict[Key, list[Sample]] = defaultdict(list)
 
     def keep(provider: Provider, threads: int, samples: Iterable[Sample]) -> None:
@@ -31,6 +31,8 @@ def take_turns(turns: Sequence[Turn], points: Points, rounds: int, say: Callable
     for provider, threads in turns:
         for depth in sorted({points.depths[0], points.depths[-1]}):
             keep(provider, threads, [provider.memory(depth, points.tokens, threads)])
+        if text := provider.text_memory(threads):
+            keep(provider, threads, [text])
     return found
 
 
@@ -95,7 +97,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     from models.tables import markdown_table
 
     columns = (
-        ("measure", lambda r: r["measure"] + (f" at {r['depth']:,}" if r["measure"] != "prefill" else "")),
+        ("measure", lambda r: r["measure"] + (f" at {r['depth']:,}" if r["measure"] not in ("prefill", "text") else "")),
         ("threads", lambda r: str(r["threads"])),
         ("provider", lambda r: r["provider"]),
         ("median", lambda r: shown(r, r["median"])),
