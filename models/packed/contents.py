@@ -11,6 +11,7 @@ import numpy as np
 
 from models.packed.encoder import NO_TOKEN
 from models.packed.file import PackedFile
+from models.packed.lookup import token_list
 from models.packed.sections import PRIOR
 
 if TYPE_CHECKING:
@@ -70,15 +71,6 @@ def check_contents(file: PackedFile, description: "ModelDescription") -> None:
             pass
         if isinstance(rule, Ends):
             rule.finish(file)
-
-
-def token_list(file: PackedFile) -> list[bytes]:
-    """The bytes of each id. Raises UserError when the ends do not cut them."""
-    joined = file.read("tokenizer.bytes")
-    rule = Ends(len(joined))
-    ends = [0, *(int(end) for _, rows in pieces(file, "tokenizer.ends", rule) for end in rows)]
-    rule.finish(file)
-    return [joined[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def anything(_: np.ndarray) -> str:

@@ -8,8 +8,9 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 
-from models.packed.file import PackedFile
+from models.packed.file import PackedFile, Tensor
 
 _CODES = {"uint32": "I", "int64": "q"}  # of the module array
 BLOCK = 512  # numbers read at once
@@ -87,19 +88,11 @@ class TokenBytes(Sequence[bytes]):
 
     def __init__(self, file: PackedFile) -> None:
         """Raises UserError when the ends do not cut the joined bytes."""
-        joined = file.tensors.get("tokenizer.bytes")
-        if joined is None or joined.dtype != "uint8" or len(joined.shape) != 1:
-            raise file.fault("has no tokenizer.bytes of uint8, which say what its ids stand for")
-        self._file, self._ends, last = file, Numbers(file, "tokenizer.ends", "uint32"), 0
-        for _ in file.rows("tokenizer.bytes", PIECE_BYTES):
+        for _ in file.rows(_joined(file).name, PIECE_BYTES):
             pass
-        for piece in self._ends.checked():
-            falls = piece[0] < last or any(map(int.__gt__, piece, piece[1:]))
-            last = -1 if falls else piece[-1]
-            if falls:
-                break
-        if last != joined.shape[0]:
-            raise file.fault("tokenizer.ends does not cut tokenizer.bytes into tokens")
+        for _ in _checked_ends(file):
+            pass
+        self._file, self._ends = file, Numbers(file, "tokenizer.ends", "uint32")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -110,3 +103,28 @@ class TokenBytes(Sequence[bytes]):
         start = self._ends[index - 1] if index else 0
         return self._file.part("tokenizer.bytes", start, self._ends[index] - start)
 
+
+def token_list(file: PackedFile) -> list[bytes]:
+    """``TokenBytes`` as a list: for whoever needs all of them. Raises UserError as that does."""
+    joined = file.read(_joined(file).name)
+    ends = [0, *chain.from_iterable(_checked_ends(file))]
+    return [joined[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _joined(file: PackedFile) -> Tensor:
+    tensor = file.tensors.get("tokenizer.bytes")
+    if tensor is None or tensor.dtype != "uint8" or len(tensor.shape) != 1:
+        raise file.fault("has no tokenizer.bytes of uint8, which say what its ids stand for")
+    return tensor
+
+
+def _checked_ends(file: PackedFile) -> Iterator[array]:
+    """Where each id's bytes end, in pieces. Raises UserError when they do not cut the joined bytes."""
+    last = 0
+    for piece in Numbers(file, "tokenizer.ends", "uint32").checked():
+        if piece[0] < last or any(map(int.__gt__, piece, piece[1:])):
+            raise file.fault("tokenizer.ends does not grow from token to token: the file is damaged or was made by another program")
+        yield piece
+        last = piece[-1]
+    if last != _joined(file).shape[0]:
+        raise file.fault(f"tokenizer.ends ends at {last:,}, tokenizer.bytes has {_joined(file).shape[0]:,}")

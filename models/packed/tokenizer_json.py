@@ -13,7 +13,7 @@ from typing import Any
 from models.errors import UserError
 from models.packed.encoder import NO_TOKEN
 from models.packed.file import PackedFile
-from models.packed.lookup import TokenBytes
+from models.packed.lookup import token_list
 from models.packed.splitting import SPACE_MARK, SPACES
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer.settings"
@@ -32,7 +32,7 @@ def shorten(layout: dict[str, Any], rule: str, tokens: Sequence[bytes], numbers:
         "absent": [index for index in range(len(tokens)) if index not in own],
     }
     same = restore(settings, rule, tokens, numbers) == layout
-    return json.dumps(settings, ensure_ascii=False, separators=(",", ":")).encode() if same else None
+    return _dumped(settings) if same else None
 
 
 def restore(settings: dict[str, Any], rule: str, tokens: Sequence[bytes], numbers: Numbers) -> dict[str, Any]:
@@ -71,13 +71,17 @@ def read_json(file: PackedFile) -> bytes:
         return file.read(WHOLE)
     try:
         ids, rule = file.index["tokenizer"]["ids"], file.index["tokenizer"]["encoder"]["rule"]
-        tokens = [token for _, token in zip(range(ids), TokenBytes(file), strict=False)]
+        tokens = token_list(file)[:ids]
         numbers = {name: _numbers(file, f"tokenizer.{name}") for name in ("alphabet", "merges", "merged", "ranks")}
-        return json.dumps(restore(json.loads(file.read(SETTINGS)), rule, tokens, numbers)).encode()
+        return _dumped(restore(json.loads(file.read(SETTINGS)), rule, tokens, numbers))
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise file.fault(f"{SETTINGS} and the tensors beside it make no tokenizer.json ({error!r:.100})") from error
+
+
+def _dumped(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _numbers(file: PackedFile, name: str) -> array:
