@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import train
 from test_code_loss import problem
 
 from bench import code_skip
 from models.errors import UserError
+from runs import train
 
 CODES, TOKENS = 64, 4
 
