@@ -200,4 +200,3 @@ def _load(file: PackedFile, name: str, description: ModelDescription) -> Tensor:
 def _kind(listed: "Listed") -> type:
     """In what numbers PyTorch holds a tensor: words as int32, all that is floating as float32."""
     return {"uint32": np.int32, "float16": np.float32}.get(listed.dtype, np.dtype(listed.dtype).type)
-
