@@ -1,7 +1,7 @@
 """How exact the int8 mode of the code head is on a trained run: losses, scores and gradients against fp64.
 
     python -m bench.code_int8 runs/sign
-    python -m bench.code_int8 runs/sign --rows 64 --data data/demo --json error.json
+    python -m bench.code_int8 runs/sign --rows 64 --data data/demo --out bench/results
 
 Takes the run's hidden states on validation text and scores them in fp64, then three ways: as they are, rounded to bfloat16 (what
 mixed precision does to them) and with ``scores="int8"``. Per way: the mean and largest |loss error| of a token, the largest score
@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from bench import report
+from bench.case import Setting
+from bench.ops import OUT
 from kernels.code_loss import code_cross_entropy
 from kernels.code_loss.quantised import quantised, score_bound
 from kernels.sign_code import unpack_sign_codes
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
-from models.files import write_json
 from models.tables import markdown_table
 
 WAYS = {"float": (torch.float32, "float"), "float of bfloat16": (torch.bfloat16, "float"), "int8": (torch.float32, "int8")}
@@ -77,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, help="a run's folder, or a checkpoint's")
     parser.add_argument("--data", type=Path, help="folder of prepared tokens (default: the run's)")
     parser.add_argument("--rows", type=int, default=16, help="validation windows, evenly spaced (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of code_int8.jsonl (%(default)s)")
     add_common_flags(parser)
     return parser
 
@@ -163,8 +165,9 @@ def main(argv: list[str]) -> int:
     print(f"{checkpoint.path}: {rows[0]['tokens']:,} targets, V = {len(head.codes):,}, K = {model.codes.bits}")
     print(f"mean loss in fp64: {truth:.6f} nats\n")
     print(markdown_table(rows, COLUMNS), end="")
-    if arguments.json:
-        write_json(arguments.json, {"loss": truth, "rows": rows})
+    about = {"arm": settings.arm.parts, "step": checkpoint.step, "V": len(head.codes), "K": model.codes.bits, "fp64_loss": truth}
+    origin = report.provenance(Setting(), ["python", "-m", "bench.code_int8", *argv])
+    report.append_rows(arguments.out / "code_int8.jsonl", [about | row | origin for row in rows])
     for row in rows:
         if row["of_bound"] > 1 + 1e-6:  # the bound's own rounding
             raise UserError(f"{row['way']}: a score is off by {row['of_bound']:.3f} times its bound")

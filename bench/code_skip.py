@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.ops import OUT
 from models.cli import add_common_flags, run_cli
 from models.errors import UsageError, UserError
 
@@ -56,11 +57,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="prepared text (the run's own)")
     parser.add_argument("--tokens", type=int, default=4096, help="validation tokens, taken evenly (%(default)s)")
     parser.add_argument("--below", type=numbers, default="1e-3,1e-4,1e-5,1e-6", help="thresholds, by comma (%(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of code_skip.jsonl (%(default)s)")
     parser.add_argument("--tile", type=tile, default=(64, 32), help="codes x tokens (64x32, the kernel's in bf16 on an H200)")
     add_common_flags(parser)
     return parser
 
 
+COLUMNS = (
+    ("order", lambda r: r["order"]),
+    ("below", lambda r: f"{r['below']:.0e}"),
+    ("skipped", lambda r: f"{r['skipped']:.1%}"),
+    ("time", lambda r: f"{r['time']:.2f}"),
+    ("left out", lambda r: f"{r['left_out']:.1e}"),
+    ("error", lambda r: f"{r['error']:.1e}"),
+)
 LEGEND = """order: of the vocabulary; below: arm.skip_below; skipped: share of tiles left out of the gradient's product;
 time: of the two products, 1 is exact; left out: probability in skipped tiles, mean over tokens; error: of the
 hidden gradient, root mean square, relative
@@ -73,6 +83,8 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"--tokens must be at least the tile's {arguments.tile[1]}, got {arguments.tokens}")
     import torch
 
+    from bench import report
+    from bench.case import Setting
     from models.data.shards import TokenData
     from models.tables import markdown_table
     from models.training.checkpoint import find_checkpoint
@@ -86,12 +98,15 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{data.folder}: its tokenizer is not the one of {checkpoint.path}; name other prepared text with --data")
     with torch.inference_mode():
         blocks = states(model, data.validation, checkpoint.config["data"]["seq_len"], arguments.tokens, arguments.tile[1])
-        rows = report(model, blocks, arguments.below, *arguments.tile)
-    columns = [(name, lambda row, name=name: row[name]) for name in rows[0]]
+        rows = measure(model, blocks, arguments.below, *arguments.tile)
     codes, tokens = arguments.tile
     print(f"{checkpoint.path}, {arguments.tokens:,} validation tokens, tiles of {codes} codes x {tokens} tokens")
     print(LEGEND)
-    print(markdown_table(rows, columns), end="")
+    print(markdown_table(rows, COLUMNS), end="")
+    about = {"arm": model.description.arm.parts, "step": checkpoint.step, "V": model.description.vocab_size, "K": model.codes.bits}
+    about |= {"tokens": arguments.tokens, "tile": list(arguments.tile)}
+    origin = report.provenance(Setting(), ["python", "-m", "bench.code_skip", *argv])
+    report.append_rows(arguments.out / "code_skip.jsonl", [about | row | origin for row in rows])
     return 0
 
 
@@ -115,7 +130,7 @@ def states(
             return
 
 
-def report(model: "LanguageModel", blocks: Iterator, thresholds: list[float], codes: int, tokens: int) -> list[dict[str, str]]:
+def measure(model: "LanguageModel", blocks: Iterator, thresholds: list[float], codes: int, tokens: int) -> list[dict]:
     """One row per order of the vocabulary and threshold."""
     import torch
 
@@ -153,17 +168,17 @@ def skipped_tiles(shares: "torch.Tensor", targets: "torch.Tensor", below: float,
     return ~needed.repeat_interleave(codes)[:vocabulary], ~needed
 
 
-def _row(order: str, below: float, total: "torch.Tensor", codes: int, vocabulary: int) -> dict[str, str]:
+def _row(order: str, below: float, total: "torch.Tensor", codes: int, vocabulary: int) -> dict:
     skipped, tiles, left_out, wrong, exact = total.tolist()
     share = skipped / tiles
     blocks = tiles / -(-vocabulary // codes)
     return {
         "order": order,
-        "below": f"{below:.0e}",
-        "skipped": f"{share:.1%}",
-        "time": f"{1 - share / 2 + 1 / HEAD / 2:.2f}",
-        "left out": f"{left_out / blocks:.1e}",
-        "error": f"{math.sqrt(wrong / exact):.1e}",
+        "below": below,
+        "skipped": share,
+        "time": 1 - share / 2 + 1 / HEAD / 2,
+        "left_out": left_out / blocks,
+        "error": math.sqrt(wrong / exact),
     }
 
 

@@ -155,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print(__doc__) if sys.argv[1:] == ["--help"] else main()

@@ -49,6 +49,9 @@ def load_and_use(path: Path, draw: random.Random) -> None:
             session.score([drawn[-1]], [vocabulary - 1])
         assert all(0 <= token < vocabulary for token in drawn), f"drew {drawn} of {vocabulary}"
         engine.tokenizer.decode(range(engine.tokenizer.vocab_size))
+        if engine.tokenizer.encoder:  # the samples of random tokens have none
+            ids = engine.tokenizer.encode("the kingmaker of the riverbank")
+            assert all(0 <= token < engine.tokenizer.vocab_size for token in ids), f"encoded {ids}"
 
 
 def main() -> None:

@@ -6,25 +6,32 @@ What is put together need not be a file that any reader takes.
 import json
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
-from models.packed.file import ALIGNMENT, HEADER, MAGIC, SLOTS, VERSION
+from models.packed.file import ALIGNMENT, HEADER, MAGIC, SLOTS, VERSION, Slot
 
 Entry = tuple[str, tuple[int, ...], bytes]  # dtype, shape, all rows
 Tensors = dict[str, Entry]  # by name
 
 
+def slot_of(data: bytes) -> Slot:
+    """The slot in force."""
+    slots = [Slot(place, *struct.unpack_from("<QQII", data, start)) for place, start in enumerate(SLOTS)]
+    return max(slots, key=lambda slot: slot.generation)
+
+
 def index_of(data: bytes) -> Any:
-    """The index that slot 0 names."""
-    offset, count = struct.unpack_from("<QQ", data, SLOTS[0])
-    assert offset >= HEADER
-    return json.loads(data[offset : offset + count])
+    """The index in force."""
+    slot = slot_of(data)
+    assert slot.offset >= HEADER
+    return json.loads(data[slot.offset : slot.end])
 
 
 def with_index(original: bytes, index: bytes) -> bytes:
-    """The file with another index in slot 0, under right checksums."""
-    offset = struct.unpack_from("<Q", original, SLOTS[0])[0]
-    return with_slot(original[:offset] + index, offset, len(index), 1, zlib.crc32(index))
+    """The file with another index in force, under right checksums; an older one stays as it is."""
+    slot = slot_of(original)
+    return with_slot(original[: slot.offset] + index, slot.offset, len(index), slot.generation, zlib.crc32(index), slot.place)
 
 
 def with_slot(data: bytes, offset: int, count: int, generation: int, crc32: int, place: int = 0) -> bytes:
@@ -35,7 +42,7 @@ def with_slot(data: bytes, offset: int, count: int, generation: int, crc32: int,
 
 
 def tensors_of(data: bytes) -> Tensors:
-    """What the index in slot 0 lists, sections joined."""
+    """What the index in force lists, sections joined."""
     return {
         name: (
             entry["dtype"],
@@ -46,13 +53,28 @@ def tensors_of(data: bytes) -> Tensors:
     }
 
 
-def laid_out(index: dict[str, Any], tensors: Tensors) -> bytes:
-    """A file with these tensors, a section each, and with this index but for its list of tensors."""
+def laid_out(index: dict[str, Any], tensors: Tensors, most_sections: int = 1) -> bytes:
+    """A file with these tensors, in as many sections as that where they have the rows, and with this index but for their list."""
     out, listed = bytearray(HEADER), {}
     struct.pack_into("<8sI", out, 0, MAGIC, VERSION)
     for name, (dtype, shape, rows) in tensors.items():
-        place = {"offset": len(out), "bytes": len(rows), "rows": shape[0] if shape else 1, "crc32": zlib.crc32(rows)}
-        listed[name] = {"dtype": dtype, "shape": list(shape), "sections": [place]}
-        out += rows + bytes(-len(rows) % ALIGNMENT)
+        places = [_append(out, count, part) for count, part in _parts(shape, rows, most_sections)]
+        listed[name] = {"dtype": dtype, "shape": list(shape), "sections": places}
     text = json.dumps(index | {"tensors": listed}).encode()
     return with_slot(bytes(out) + text, len(out), len(text), 1, zlib.crc32(text))
+
+
+def _parts(shape: tuple[int, ...], rows: bytes, most: int) -> Iterator[tuple[int, bytes]]:
+    """(number of rows, their bytes) of each part; one part for bytes that are not so many rows."""
+    count = shape[0] if shape else 1
+    parts, size = (1, 0) if len(rows) % count else (min(most, count), len(rows) // count)
+    edges = [count * part // parts for part in range(parts)]
+    for first, last in zip(edges, [*edges[1:], None], strict=True):
+        yield (last or count) - first, rows[first * size : last and last * size]
+
+
+def _append(out: bytearray, count: int, rows: bytes) -> dict[str, int]:
+    """A section at the end of ``out``, as an index lists it."""
+    place = {"offset": len(out), "bytes": len(rows), "rows": count, "crc32": zlib.crc32(rows)}
+    out += rows + bytes(-len(rows) % ALIGNMENT)
+    return place

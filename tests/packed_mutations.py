@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fuzzing import damaged_bytes, mutations
-from packed_bytes import Entry, Tensors, index_of, laid_out, tensors_of, with_index, with_slot
+from packed_bytes import Entry, Tensors, index_of, laid_out, slot_of, tensors_of, with_index, with_slot
 
-from models.packed.file import DTYPES, SLOTS
+from models.packed.file import ALIGNMENT, DTYPES
 
 NUMBERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1]
 # What a description might say instead: numbers near the edges of what is allowed, and words that mean something somewhere in it.
@@ -31,14 +31,15 @@ PATTERNS = [
     *(b"\0\0\x80\x7f", b"\0\0\x80\xff", b"\0\0\xc0\x7f", b"\xff\xff\x7f\x7f", b"\xff\xff\x7f\xff", b"\0\x7c\0\xfc"),
 ]
 SIZES = [1, 2, 3, 7, 255, 289, 291, 299, 301, 511, 512, 513, 600]  # of vocabularies
+SECTIONS = [1, 1, 2, 3, 40]  # of a tensor, at most
 STRANGERS = ["x.y", "head.weight", "interface.weight", "head.prior.values", "codes.words", "body.blocks.7.mlp.up.weight"]
 
 
 def damaged(original: bytes, seed: int) -> Iterator[bytes]:
     """Endless versions of a packed file, the same for one seed."""
     draw, index = random.Random(seed), index_of(original)
-    offset, count = struct.unpack_from("<QQ", original, SLOTS[0])
-    indices = mutations(original[offset : offset + count], seed)
+    slot = slot_of(original)
+    indices = mutations(original[slot.offset : slot.end], seed)
     models = mutations(json.dumps(index["model"]).encode(), seed + 1)
     while True:
         kind = draw.random()
@@ -53,7 +54,11 @@ def damaged(original: bytes, seed: int) -> Iterator[bytes]:
             yield with_index(original, text)
         elif kind < 0.45:
             yield _description(original, index, draw)
-        elif kind < 0.75:
+        elif kind < 0.52:
+            yield _places(original, index, draw)
+        elif kind < 0.55:
+            yield _shortened(original, index, draw)
+        elif kind < 0.77:
             yield _sections(original, index, draw)
         elif kind < 0.92:
             yield _tensors(original, index, draw)
@@ -62,7 +67,8 @@ def damaged(original: bytes, seed: int) -> Iterator[bytes]:
 
 
 def _slot(original: bytes, draw: random.Random) -> bytes:
-    fields = list(struct.unpack_from("<QQII", original, SLOTS[0]))
+    slot = slot_of(original)
+    fields = [slot.offset, slot.bytes, slot.generation, slot.crc32]
     for _ in range(draw.choice([1, 1, 2])):
         at = draw.randrange(4)
         value = draw.choice([*NUMBERS, fields[at] + 1, fields[at] + 64, fields[at] - 64, draw.getrandbits(40)])
@@ -84,11 +90,59 @@ def _description(original: bytes, index: dict, draw: random.Random) -> bytes:
     return with_index(original, json.dumps(index).encode())
 
 
+def _places(original: bytes, index: dict, draw: random.Random) -> bytes:
+    """Sections of some tensors split, exchanged, gone, doubled, or those of another; often the shape follows."""
+    tensors = copy.deepcopy(index["tensors"])
+    for _ in range(draw.choice([1, 1, 2])):
+        entry, other = tensors[_name(tensors, draw)], tensors[_name(tensors, draw)]
+        places, kind = entry["sections"], draw.randrange(6)
+        at = draw.randrange(len(places))
+        if kind < 2:
+            places[at : at + 1] = _split(original, places[at], draw)
+        elif kind == 2:
+            draw.shuffle(places)
+        elif kind == 3:
+            places.insert(draw.randrange(len(places) + 1), draw.choice([places, other["sections"]])[0])
+        elif kind == 4 and len(places) > 1:
+            del places[at]
+        else:
+            entry["sections"] = copy.deepcopy(other["sections"])
+        if entry["shape"] and draw.random() < 0.7:
+            entry["shape"][0] = sum(place["rows"] for place in entry["sections"])
+    return with_index(original, json.dumps(index | {"tensors": tensors}).encode())
+
+
+def _split(original: bytes, place: dict[str, int], draw: random.Random) -> list[dict[str, int]]:
+    """Two sections for one, both where sections may begin; the one alone when it has too few rows."""
+    size = place["bytes"] // place["rows"]
+    step = ALIGNMENT // math.gcd(ALIGNMENT, size)  # rows
+    if place["rows"] <= step:
+        return [place]
+    cut = draw.randrange(step, place["rows"], step)
+    ends = [(place["offset"], cut), (place["offset"] + cut * size, place["rows"] - cut)]
+    sections = [{"offset": start, "bytes": rows * size, "rows": rows} for start, rows in ends]
+    return [new | {"crc32": zlib.crc32(original[new["offset"] : new["offset"] + new["bytes"]])} for new in sections]
+
+
+def _shortened(original: bytes, index: dict, draw: random.Random) -> bytes:
+    """Without the last section of each tensor that has several: the words that were added last, gone from most of the index."""
+    tensors, gone = copy.deepcopy(index["tensors"]), 0
+    for entry in tensors.values():
+        if len(entry["sections"]) > 1 and draw.random() < 0.97:
+            rows = entry["sections"].pop()["rows"]
+            entry["shape"][0] -= rows
+            gone = gone if entry["dtype"] == "uint8" else rows  # of tokenizer.bytes, whose rows are no tokens
+    model = index["model"] | {"vocab_size": index["model"]["vocab_size"] - gone}
+    words = index["tokenizer"]["words"] - draw.choice([0, gone, gone])
+    about = {"model": model, "tokenizer": index["tokenizer"] | {"words": words}, "tensors": tensors}
+    return with_index(original, json.dumps(index | about).encode())
+
+
 def _sections(original: bytes, index: dict, draw: random.Random) -> bytes:
     """Numbers of some sections replaced, their checksums and the index's renewed."""
     tensors, data = copy.deepcopy(index["tensors"]), bytearray(original)
     for _ in range(draw.choice([1, 1, 2, 6])):
-        place = tensors[_name(tensors, draw)]["sections"][0]
+        place = draw.choice(tensors[_name(tensors, draw)]["sections"])
         start, size = place["offset"], place["bytes"]
         at = draw.randrange(size)
         at -= at % draw.choice([1, 4, 4])
@@ -106,7 +160,7 @@ def _tensors(original: bytes, index: dict, draw: random.Random) -> bytes:
     tensors = tensors_of(original)
     for _ in range(draw.choice([1, 1, 2])):
         _change(tensors, draw)
-    return laid_out(index, tensors)
+    return laid_out(index, tensors, draw.choice(SECTIONS))
 
 
 def _vocabulary(original: bytes, index: dict, draw: random.Random) -> bytes:
@@ -120,8 +174,10 @@ def _vocabulary(original: bytes, index: dict, draw: random.Random) -> bytes:
         tensors["tokenizer.ends"] = "uint32", (new,), struct.pack(f"<{new}I", *range(1, new + 1))
     if draw.random() < 0.3:
         _change(tensors, draw)
-    about = {"model": index["model"] | {"vocab_size": new}, "tokenizer": {"ids": new, "words": 0}}
-    return laid_out(index | about, tensors)
+    words = draw.choice([0, max(0, new - old)])
+    tokenizer = index["tokenizer"] | {"ids": new - words, "words": words}
+    about = {"model": index["model"] | {"vocab_size": new}, "tokenizer": tokenizer}
+    return laid_out(index | about, tensors, draw.choice(SECTIONS))
 
 
 def _change(tensors: Tensors, draw: random.Random) -> None:

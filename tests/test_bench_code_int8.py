@@ -17,20 +17,20 @@ def trained(data_dir, tmp_path_factory):
 
 
 def test_errors_of_a_trained_run(trained, tmp_path, capsys):
-    assert code_int8.main([str(trained), "--rows", "3", "--json", str(tmp_path / "x.json")]) == 0
-    written = json.loads((tmp_path / "x.json").read_text())
-    exact, half, int8 = written["rows"]
-    assert exact["tokens"] == 3 * 16 and f"mean loss in fp64: {written['loss']:.6f}" in capsys.readouterr().out
+    assert code_int8.main([str(trained), "--rows", "3", "--out", str(tmp_path)]) == 0
+    exact, half, int8 = map(json.loads, (tmp_path / "code_int8.jsonl").read_text().splitlines())
+    assert exact["arm"] == "sign/code/fixed/float" and exact["step"] == 3
+    assert exact["tokens"] == 3 * 16 and f"mean loss in fp64: {exact['fp64_loss']:.6f}" in capsys.readouterr().out
     assert exact["largest_error"] < 1e-5 and exact["gradient_error"] < 1e-5 and exact["of_bound"] == 0
     assert 1e-5 < half["gradient_error"] < 1e-2 and 1e-4 < int8["gradient_error"] < 3e-2
     assert 0.02 < int8["of_bound"] < 1 and 0 < int8["mean_error"] < int8["largest_error"] < 2 * int8["score_error"]
 
 
-def test_a_broken_bound_is_an_error(trained, monkeypatch, capsys):
+def test_a_broken_bound_is_an_error(trained, tmp_path, monkeypatch):
     real = code_int8.score_bound
     monkeypatch.setattr(code_int8, "score_bound", lambda hidden: real(hidden) / 100)
     with pytest.raises(UserError, match="int8: a score is off by .* times its bound"):
-        code_int8.main([str(trained), "--rows", "1"])
+        code_int8.main([str(trained), "--rows", "1", "--out", str(tmp_path)])
 
 
 def test_only_code_heads(data_dir, tmp_path):

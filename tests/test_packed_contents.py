@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from packed_support import little_checkpoint, tokenizer, write_anew
 
+import models.vocab.tokenizer as tokenizer_module
 from models.engine.engine import Engine
 from models.errors import UserError
 from models.packed.codec import ENCODER_TENSORS
@@ -14,6 +15,7 @@ from models.packed.file import PackedFile
 from models.packed.load import PackedModel
 from models.packed.sections import Rounding
 from models.packed.tokenizer_json import SETTINGS, WHOLE
+from models.vocab.backend import open_backend
 
 ARMS = {"sign": "sign/code/trained/bitnet", "kron": "kron/table/fixed/float", "gf2": "gf2/table/none/float"}
 
@@ -101,6 +103,15 @@ def test_a_prior_of_minus_infinity_is_a_token_that_never_comes(originals, path):
         engine.read([session], [[1]])
         scores = session.scores()
     assert scores[5] == -np.inf and np.isfinite(scores).sum() == len(scores) - 1
+
+
+def test_the_tokenizer_is_parsed_once_however_much_is_checked_against_it(originals, path, monkeypatch):
+    """Of 262,144 tokens the library takes two seconds to read them."""
+    path.write_bytes(originals["sign"])
+    parsed = []
+    monkeypatch.setattr(tokenizer_module, "open_backend", lambda text: parsed.append(text) or open_backend(text))
+    PackedModel.open(path).verify()
+    assert len(parsed) == 1
 
 
 @pytest.mark.parametrize(

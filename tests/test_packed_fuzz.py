@@ -15,7 +15,9 @@ from models.packed.extend import extend
 from models.packed.load import PackedModel
 from models.packed.sections import Rounding
 
-COUNTS = [pytest.param(250, id="some"), pytest.param(6000, id="many", marks=pytest.mark.slow)]
+COUNTS = [pytest.param(170, id="some"), pytest.param(4000, id="many", marks=pytest.mark.slow)]
+WORDS = [[" kingmaker"], [" São Tomé"]]  # added once, and once more
+
 
 @pytest.fixture(autouse=True)
 def a_gigabyte(monkeypatch):
@@ -23,10 +25,14 @@ def a_gigabyte(monkeypatch):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("arm", ["sign/code/trained/bitnet", "kron/table/fixed/float"])
-def test_packed_files(tmp_path, arm, count):
+@pytest.mark.parametrize(
+    ("arm", "extended"), [("sign/code/trained/bitnet", 0), ("sign/code/trained/bitnet", 2), ("kron/table/fixed/float", 0)]
+)
+def test_packed_files(tmp_path, arm, extended, count):
     path = tmp_path / "a.tfree"
     export_file(little_checkpoint(tmp_path / "arm", arm), path, Rounding("int8", "float16"))
+    for words in WORDS[:extended]:
+        extend(path, words)
 
     def load():
         model = PackedModel.open(path)

@@ -1,4 +1,4 @@
-"""The process that is measured: reads one JSON request from its argument, prints one line of JSON.
+"""The process that is measured: ``python -m bench.generation.child REQUEST`` reads one line of JSON and prints one.
 
 Request: ``engine`` ("engine" or "eager"), ``file`` (a .tfree file), ``threads``, ``kv`` (numbers of the engine's cache), ``decode``
 ([[depth, tokens], ...]), ``prefill`` (tokens, or 0), ``floor_bytes`` (of each decode, besides codes; empty: no floor). Answer:
@@ -89,4 +89,4 @@ def floor(count: int, threads: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+    print(__doc__ if sys.argv[1:] == ["--help"] else json.dumps(measure(json.loads(sys.argv[1]))))

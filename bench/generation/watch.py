@@ -43,4 +43,4 @@ def watch(command: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    print(f"\n{json.dumps(watch(sys.argv[1:]))}", flush=True)
+    print(__doc__ if sys.argv[1:] == ["--help"] else f"\n{json.dumps(watch(sys.argv[1:]))}", flush=True)

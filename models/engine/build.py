@@ -190,7 +190,20 @@ def _run(command: list[str], folder: str) -> None:
         raise CompilerFailed(f"{shlex.join(command)}: exit code {process.returncode}\n{last}")
 
 
+def main(argv: list[str]) -> None:
+    """Print the library's path, once it is there."""
+    import argparse
+
+    from models.cli import add_common_flags
+
+    shown_as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m models.engine.build", description=__doc__, formatter_class=shown_as_written)
+    add_common_flags(parser)
+    parser.parse_args(argv)
+    print(ensure_library())
+
+
 if __name__ == "__main__":
     from models.cli import run_cli
 
-    run_cli(lambda _: print(ensure_library()) or 0)
+    run_cli(main)

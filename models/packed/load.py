@@ -7,6 +7,7 @@ Ternary layers stay packed (the eager path multiplies them so); int8 and float16
 """
 
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,23 +80,25 @@ class PackedModel:
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, added words included; UserError unless its tokens are those that the file lists."""
         with PackedFile(self.path, self.slot) as file, naming(file.path):
-            tokens = self._tokens(file)
-            tokenizer = Tokenizer.from_json(read_json(file))
-            tokenizer.origin = self.path
-            if tokenizer.vocab_size != self.ids:
-                raise file.fault(f"tokenizer.json has {tokenizer.vocab_size:,} ids, the index says {self.ids:,}")
-            if self.words:
-                tokenizer = with_words(tokenizer, tokens[self.ids : self.ids + self.words])
-            known = tokenizer.tokens
-            if known != tokens[: len(known)] or any(tokens[len(known) :]):
-                raise file.fault("tokenizer.bytes holds other tokens than tokenizer.json")
-            for name in ("bos_id", "eos_id"):
-                if getattr(tokenizer, name) != getattr(self, name):
-                    raise file.fault(f"{name} is {getattr(self, name)} in the index, {getattr(tokenizer, name)} in tokenizer.json")
-            if tokenizer.fingerprint != self.state["tokenizer"]:
-                raise file.fault("tokenizer.json is not the tokenizer that made_from.state names")
-            tokenizer.start_id = self.start_id
-            return tokenizer
+            return self._extended(_own_tokenizer(file), file)
+
+    def _extended(self, tokenizer: Tokenizer, file: PackedFile) -> Tokenizer:
+        """The file's own ``tokenizer``, or with added words a copy of it that has them, once it is what the file says of it."""
+        tokens = self._tokens(file)
+        if tokenizer.vocab_size != self.ids:
+            raise file.fault(f"tokenizer.json has {tokenizer.vocab_size:,} ids, the index says {self.ids:,}")
+        if self.words:
+            tokenizer = with_words(tokenizer, tokens[self.ids : self.ids + self.words])
+        known = tokenizer.tokens
+        if known != tokens[: len(known)] or any(tokens[len(known) :]):
+            raise file.fault("tokenizer.bytes holds other tokens than tokenizer.json")
+        for name in ("bos_id", "eos_id"):
+            if getattr(tokenizer, name) != getattr(self, name):
+                raise file.fault(f"{name} is {getattr(self, name)} in the index, {getattr(tokenizer, name)} in tokenizer.json")
+        if tokenizer.fingerprint != self.state["tokenizer"]:
+            raise file.fault("tokenizer.json is not the tokenizer that made_from.state names")
+        tokenizer.start_id = self.start_id
+        return tokenizer
 
     def load_model(self, impl: str | None = None) -> LanguageModel:
         """The model in float32 on the CPU, ternary layers packed, in evaluation mode; ``impl`` (None: auto) runs its ops.
@@ -110,16 +113,16 @@ class PackedModel:
 
     def verify(self) -> None:
         """Check all checksums and contents, and that the tokenizer's parts agree. Raises UserError that names what is wrong."""
-        with PackedFile(self.path, self.slot) as file:
+        with PackedFile(self.path, self.slot) as file, naming(file.path):
             check_contents(file, self.description)
-            self.load_tokenizer()
-            with naming(file.path):
-                check_encoder(file)
+            tokenizer = _own_tokenizer(file)  # once for both: of a large vocabulary it takes seconds
+            self._extended(tokenizer, file)
+            check_encoder(file, tokenizer)
 
     def _tokens(self, file: PackedFile) -> list[bytes]:
         joined = file.read("tokenizer.bytes")
         rule = Ends(len(joined))
-        ends = [0, *(int(end) for _, rows in pieces(file, "tokenizer.ends", rule) for end in rows)]
+        ends = [0, *chain.from_iterable(rows.tolist() for _, rows in pieces(file, "tokenizer.ends", rule))]
         rule.finish(file)
         return [joined[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
@@ -170,6 +173,13 @@ def _check_layout(file: PackedFile, description: ModelDescription) -> None:
             raise file.fault(f"{name} is {tensor.dtype} {list(tensor.shape)}; the model it describes has {expected}")
 
 
+def _own_tokenizer(file: PackedFile) -> Tokenizer:
+    """That of tokenizer.json, without added words."""
+    tokenizer = Tokenizer.from_json(read_json(file))
+    tokenizer.origin = file.path
+    return tokenizer
+
+
 def _load(file: PackedFile, name: str, description: ModelDescription) -> Tensor:
     """A tensor of the model's state out of the file."""
     listed = file.tensors[name]
@@ -190,4 +200,3 @@ def _load(file: PackedFile, name: str, description: ModelDescription) -> Tensor:
 def _kind(listed: "Listed") -> type:
     """In what numbers PyTorch holds a tensor: words as int32, all that is floating as float32."""
     return {"uint32": np.int32, "float16": np.float32}.get(listed.dtype, np.dtype(listed.dtype).type)
-

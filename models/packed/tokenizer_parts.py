@@ -4,7 +4,7 @@ from models.packed.codec import CHARACTERS, ENCODER_TENSORS, RANKS
 from models.packed.encoder_tables import encoder_tables
 from models.packed.file import PackedFile
 from models.packed.splitting import SPACES
-from models.packed.tokenizer_json import SETTINGS, WHOLE, read_json
+from models.packed.tokenizer_json import SETTINGS, WHOLE
 from models.vocab.tokenizer import Tokenizer
 
 Wanted = dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]]  # name -> (dtypes, shape; None: any of one dimension)
@@ -30,12 +30,12 @@ def _rows(file: PackedFile, name: str) -> tuple[int, ...]:
     return tensor.shape[:1] if tensor else ()
 
 
-def check_encoder(file: PackedFile) -> None:
-    """Raise UserError unless what text is encoded with, if the file has it, is what its tokenizer.json means."""
+def check_encoder(file: PackedFile, tokenizer: Tokenizer) -> None:
+    """Raise UserError unless what text is encoded with, if the file has it, is what ``tokenizer``, the file's own, means."""
     about = file.index["tokenizer"].get("encoder")
     if about is None:
         return
-    tables = encoder_tables(Tokenizer.from_json(read_json(file)))
+    tables = encoder_tables(tokenizer)
     if not tables or tables.about() != about:
         raise file.fault("tokenizer.encoder of the index is not what tokenizer.json means")
     tensors = {tensor.name: tensor for tensor in tables.tensors()}

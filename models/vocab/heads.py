@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.code_loss import code_cross_entropy, code_logits, code_sample, sample_scores
-from models.vocab.interfaces import INIT_STD, CodeBook, Reference, TableInterface
+from models.vocab.interfaces import CodeBook, Reference, TableInterface, normal
 
 IGNORE = -100  # targets with this id are not scored
 SCORES_AT_ONCE = 1 << 24  # of a table, where only a few of them are kept: 64 MiB in fp32
@@ -71,7 +71,7 @@ class TableHead(Head):
 
     def __init__(self, vocab_size: int, width: int, prior: UnigramPrior | None) -> None:
         super().__init__(prior)
-        self.weight = nn.Parameter(torch.randn(vocab_size, width) * INIT_STD)
+        self.weight = normal(vocab_size, width)
 
     def output_table(self) -> Tensor:
         return self.weight
@@ -122,7 +122,7 @@ class CodeHead(Head):
     ) -> None:
         super().__init__(prior)
         self.codes, self.impl, self.scores, self.skip_below = Reference(codes), impl, scores, skip_below
-        self.weight = nn.Parameter(torch.randn(codes.bits, width) * INIT_STD)
+        self.weight = normal(codes.bits, width)
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The hidden state at the code width, the codes and the prior."""

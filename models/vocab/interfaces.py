@@ -33,12 +33,21 @@ class Reference:
         self.module = module
 
 
+def normal(rows: int, columns: int, times: float = INIT_STD, over: float = 1.0) -> nn.Parameter:
+    """[rows, columns] of N(0, times / over), drawn in fp32 from PyTorch's generator; on the meta device the shape alone.
+
+    There, drawing or scaling would import SymPy or torch._dynamo: two seconds before any checkpoint is read.
+    """
+    blank = torch.empty(rows, columns)
+    return nn.Parameter(blank if blank.is_meta else torch.randn(rows, columns).mul_(times).div_(over))
+
+
 class TableInterface(nn.Module):
     """A learned table [V, d]."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(vocab_size, width) * INIT_STD)
+        self.weight = normal(vocab_size, width)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
@@ -64,7 +73,7 @@ class SignInterface(nn.Module):
     def __init__(self, codes: CodeBook, width: int, impl: str) -> None:
         super().__init__()
         self.codes, self.impl = Reference(codes), impl
-        self.weight = nn.Parameter(torch.randn(codes.bits, width) * INIT_STD)
+        self.weight = normal(codes.bits, width)
 
     def forward(self, ids: Tensor) -> Tensor:
         return sign_code_embedding(ids, self.codes.module.words, self.weight, impl=self.impl)
@@ -79,7 +88,7 @@ class KronInterface(nn.Module):
         self.register_buffer("lengths", lengths)
         self.impl = impl
         codec_width = 256 * token_bytes.shape[1]
-        self.weight = nn.Parameter(torch.randn(codec_width, width) / math.sqrt(codec_width))
+        self.weight = normal(codec_width, width, times=1.0, over=math.sqrt(codec_width))
 
     def forward(self, ids: Tensor) -> Tensor:
         return kronecker_embedding(ids, self.token_bytes, self.lengths, self.weight, impl=self.impl)
