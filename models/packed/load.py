@@ -7,7 +7,6 @@ Ternary layers stay packed (the eager path multiplies them so); int8 and float16
 """
 
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 
 from models.arm import LanguageModel, ModelDescription
-from models.packed.contents import Ends, check_contents, pieces, rule_for
+from models.packed.contents import check_contents, pieces, rule_for
 from models.packed.file import PackedFile, Slot
+from models.packed.lookup import token_list
 from models.packed.sections import dtypes_for
 from models.packed.tokenizer_json import read_json
 from models.packed.tokenizer_parts import check_encoder, tokenizer_layout
@@ -84,7 +84,7 @@ class PackedModel:
 
     def _extended(self, tokenizer: Tokenizer, file: PackedFile) -> Tokenizer:
         """The file's own ``tokenizer``, or with added words a copy of it that has them, once it is what the file says of it."""
-        tokens = self._tokens(file)
+        tokens = token_list(file)
         if tokenizer.vocab_size != self.ids:
             raise file.fault(f"tokenizer.json has {tokenizer.vocab_size:,} ids, the index says {self.ids:,}")
         if self.words:
@@ -118,13 +118,6 @@ class PackedModel:
             tokenizer = _own_tokenizer(file)  # once for both: of a large vocabulary it takes seconds
             self._extended(tokenizer, file)
             check_encoder(file, tokenizer)
-
-    def _tokens(self, file: PackedFile) -> list[bytes]:
-        joined = file.read("tokenizer.bytes")
-        rule = Ends(len(joined))
-        ends = [0, *chain.from_iterable(rows.tolist() for _, rows in pieces(file, "tokenizer.ends", rule))]
-        rule.finish(file)
-        return [joined[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def _open(cls: type[PackedModel], file: PackedFile) -> PackedModel:
