@@ -9,12 +9,13 @@ core does not count, what it takes of caches and memory does): medians, and mini
 """
 
 import argparse
+import ctypes
 import time
 from statistics import median
 
 import numpy as np
 
-from bench.native import FLOAT16, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend, Buffer
+from bench.native import FLOAT16, INT8, KV_FLOAT16, KV_INT8, TERNARY, Backend, Buffer, attend_scratch, queries_of
 from models.cli import add_common_flags, run_cli
 
 LAYERS = 18
@@ -77,13 +78,13 @@ def attention(backend: Backend, rng: np.random.Generator, kind: int, slots: int,
     keys, values = rng.standard_normal((2, slots, 1, width), np.float32)
     layers = [backend.keys_values(kind, keys, values) for _ in range(LAYERS)]
     q = rng.standard_normal((queries, width), np.float32)
-    scratch, out, sums = Buffer(queries * slots, np.float32), Buffer((queries, width), np.float32), Buffer((2, queries), np.float32)
+    results = Buffer((queries, width), np.float32), Buffer(queries, np.float32), Buffer(queries, np.float32)
+    readers, scratch = queries_of(q, *(result.array for result in results), 0, slots), attend_scratch(layers[0], queries)
 
     def attend() -> None:
         for kv in layers:
             where = kind, kv.keys.address, kv.values.address, slots, 1, width, 0
-            results = scratch.address, out.address, sums.address, sums.address + 4 * queries
-            backend.functions.attend(*where, q.ctypes.data, queries, width**-0.5, 0, slots, *results)
+            backend.functions.attend(*where, ctypes.addressof(readers), queries, width**-0.5, scratch.address)
 
     return attend
 

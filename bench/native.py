@@ -47,12 +47,21 @@ class CodeTables(ctypes.Structure):
     _fields_ = [("tables", c_void_p), ("unit", c_float), ("start", c_float), ("error", c_float)]
 
 
+class Query(ctypes.Structure):
+    """tf_query: attends to the slots [start, end)."""
+
+    _fields_ = [("q", c_void_p), ("mean", c_void_p), ("peak", c_void_p), ("total", c_void_p), ("start", c_int), ("end", c_int)]
+
+
+WIDE_SLOTS = 16  # TF_WIDE_SLOTS
+
+
 def _function(result, *arguments):
     return CFUNCTYPE(result, *arguments)
 
 
 _KV = (c_int, c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p)
-_ATTEND = (c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_int, c_float, c_int, c_int, *[c_void_p] * 4)
+_ATTEND = (c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_int, c_float, c_void_p)
 _SCORES = c_void_p, c_int, c_int, c_void_p
 _ELEMENTWISE = _function(None, c_void_p, c_void_p, c_int)
 
@@ -82,6 +91,7 @@ class Functions(ctypes.Structure):
         ("kv_bytes", _function(c_size_t, *[c_int] * 4)),
         ("kv_store", _function(None, *_KV)),
         ("attend", _function(None, *_ATTEND)),
+        ("merge", _function(None, *[c_void_p] * 4, c_float, c_float, c_int)),
         ("rms_norm", _function(None, c_void_p, c_void_p, c_int, c_float, c_void_p)),
         ("layer_norm", _function(None, c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p)),
         ("gelu", _function(None, c_void_p, c_int)),
@@ -242,13 +252,27 @@ class Backend:
         return KeysValues(*buffers, kind, slots, heads, width)
 
     def attend(
-        self, kv: KeysValues, q: np.ndarray, head: int, scale: float, begin: int, end: int
+        self, kv: KeysValues, q: np.ndarray, head: int, scale: float, begin: int | np.ndarray, end: int | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q [queries, width] -> means [queries, width], peaks [queries], totals [queries]"""
-        scratch, out = Buffer(len(q) * (end - begin), np.float32), Buffer(q.shape, np.float32)
-        peaks, totals = Buffer(len(q), np.float32), Buffer(len(q), np.float32)
+        """q [queries, width] -> means [queries, width], peaks [queries], totals [queries]; begin, end: slots of all or of each."""
+        results = mean, peak, total = Buffer(q.shape, np.float32), Buffer(len(q), np.float32), Buffer(len(q), np.float32)
+        mean.array.fill(np.nan)
+        queries = queries_of(q, *(result.array for result in results), begin, end)
+        scratch = attend_scratch(kv, len(q))
         where = kv.kind, kv.keys.address, kv.values.address, kv.slots, kv.heads, kv.width, head
-        results = out.address, peaks.address, totals.address
-        self.functions.attend(*where, address(q), len(q), scale, begin, end, scratch.address, *results)
+        self.functions.attend(*where, ctypes.addressof(queries), len(q), scale, scratch.address)
         scratch.check()
-        return out.check(), peaks.check(), totals.check()
+        return mean.check(), peak.check(), total.check()
+
+
+def queries_of(q: np.ndarray, mean: np.ndarray, peak: np.ndarray, total: np.ndarray, begin, end) -> "ctypes.Array[Query]":
+    """For ``attend``: contiguous rows of q and mean [queries, width], peak, total [queries]; begin, end as in Backend.attend."""
+    start, stop = (np.broadcast_to(slots, len(q)).tolist() for slots in (begin, end))
+    rows = zip(q, mean, peak[:, None], total[:, None], start, stop, strict=True)
+    queries = (Query * len(q))(*(Query(*map(address, row[:4]), *row[4:]) for row in rows))
+    queries.kept = q, mean, peak, total
+    return queries
+
+
+def attend_scratch(kv: KeysValues, queries: int) -> Buffer:
+    return Buffer(queries * kv.slots + WIDE_SLOTS * (-(-kv.width // 8) * 8), np.float32)

@@ -129,7 +129,7 @@ def test_what_killed_processes_left_and_old_libraries_are_removed(compiler, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_engine_kernels.py", "test_engine.py", "test_engine_skip.py"])
+@pytest.mark.parametrize("name", ["test_engine_kernels.py", "test_engine.py", "test_engine_prompt.py", "test_engine_skip.py"])
 def test_again_under_sanitizers(name) -> None:
     """Reads and writes outside of memory, and undefined behaviour, end the process (tests/sanitized.py)."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized", "-p", "no:cacheprovider", f"tests/{name}"]

@@ -293,6 +293,46 @@ def test_attention(backend, rng, kind, shape) -> None:
         assert all((np.concatenate(parts) == whole).all() for parts, whole in together)
 
 
+@pytest.mark.parametrize("kind", [KV_FLOAT16, KV_INT8])
+@pytest.mark.parametrize("shape", [(1, 3, 24), (5, 2, 13), (33, 1, 13), (12, 3, 64), (16, 4, 250)], ids=str)
+def test_queries_of_many_tokens_are_those_of_each(backend, rng, kind, shape) -> None:
+    """As in a prompt: each token sees slots of its own, of which the last end one after another, the first begin so, or both."""
+    tokens, queries, width = shape
+    if backend.name.startswith("neon") and tokens > 5:
+        pytest.skip("slow in the emulator, and its loops know no tiles")
+    slots, heads, scale = 64, 2, width**-0.5
+    keys, values = rng.standard_normal((2, slots, heads, width), np.float32)
+    kv = backend.keys_values(kind, keys, values)
+    q, token = rng.standard_normal((tokens * queries, width), np.float32), np.repeat(np.arange(tokens), queries)
+    ends, begins = 60 - tokens + token, np.maximum(token - 1, 0)
+    for begin, end in ((0, 64), (0, ends), (begins, 64), (begins, begins + 20), (ends - 1, ends)):
+        together = backend.attend(kv, q, 1, scale, begin, end)
+        for i, seen in enumerate(zip(*(np.broadcast_to(slots, len(q)) for slots in (begin, end)), strict=True)):
+            alone = backend.attend(kv, q[i : i + 1], 1, scale, *seen)
+            assert all((part[0] == whole[i]).all() for part, whole in zip(alone, together, strict=True)), (i, seen)
+
+
+def test_a_query_does_not_see_what_others_see(backend, rng) -> None:
+    """Slots that only others attend to may hold anything."""
+    keys, values = rng.standard_normal((2, 64, 1, 32), np.float32)
+    keys[20:], values[21:] = np.nan, np.inf
+    q = rng.standard_normal((24, 32), np.float32)
+    for kind in (KV_FLOAT16, KV_INT8):
+        kv = backend.keys_values(kind, keys, values)
+        mean, peak, total = backend.attend(kv, q, 0, 1.0, 0, np.arange(24) + 1)
+        assert np.isfinite(mean[:20]).all() and np.isfinite(peak[:20]).all() and np.isfinite(total[:20]).all()
+        assert np.isnan(mean[20:]).any(axis=1).all()
+
+
+def test_means_of_two_ranges_are_merged(backend, rng) -> None:
+    keys, values = rng.standard_normal((2, 40, 1, 20), np.float32)
+    kv, q = backend.keys_values(KV_FLOAT16, keys, values), rng.standard_normal((1, 20), np.float32) * 3
+    for cut in (1, 17, 39):
+        (mean, peak, total), more, whole = (backend.attend(kv, q, 0, 1.0, *ends) for ends in ((0, cut), (cut, 40), (0, 40)))
+        backend.functions.merge(*map(address, (mean, peak, total, more[0])), float(more[1][0]), float(more[2][0]), 20)
+        assert peak == whole[1] and np.allclose(total, whole[2], rtol=1e-6) and np.abs(mean - whole[0]).max() < 1e-6
+
+
 def stored(kind: int, vectors: np.ndarray) -> np.ndarray:
     """What a cache keeps of vectors [slots, width], in fp64."""
     if kind == KV_FLOAT16:

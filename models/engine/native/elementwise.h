@@ -11,11 +11,18 @@
 
 #define TF_MIN_MAGNITUDE 1e-5f /* kernels/bitlinear/naive.py */
 
+/* x, or `limit` where x is below (above) it; NaN stays. Masks, because compilers make of `x < limit ? limit : x` a second path through
+ * all that follows, division included, and merge the two at the end. */
+static inline float tf_limited(float x, float limit, int outside) {
+    uint32_t mask = 0u - (uint32_t)outside;
+    return tf_float((tf_bits(limit) & mask) | (tf_bits(x) & ~mask));
+}
+
 /* e^x within 2 units in the last place (polynomial: Cephes' expf). Below -87.7 it is 0, above 88.37 infinite; NaN stays. No branch
  * and no cast: NaN makes a meaningless power of two, which the NaN of the polynomial swallows. */
 static inline float tf_exp(float x) {
-    x = x < -88.0f ? -88.0f : x;
-    x = x > 89.0f ? 89.0f : x;
+    x = tf_limited(x, -88.0f, x < -88.0f);
+    x = tf_limited(x, 89.0f, x > 89.0f);
     float shifted = x * 1.44269504088896341f + TF_ROUNDER, n = shifted - TF_ROUNDER;
     uint32_t power = (tf_bits(shifted) - TF_ROUNDER_BITS + 127) << 23;
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -71,14 +78,41 @@ static inline void tf_layer_norm(const float *x, const float *gain, const float 
         for (int i = 0; i < n; i++) out[i] += bias[i];
 }
 
-/* Weights e^(s - max s) in place of the scores s; the largest score, the weights' sum; returns one over that. */
-static inline float tf_softmax(float *s, int n, float *peak, float *total) {
-    float largest = -INFINITY;
-    for (int i = 0; i < n; i++) largest = s[i] > largest ? s[i] : largest;
-    for (int i = 0; i < n; i++) s[i] = tf_exp(s[i] - largest);
-    *peak = largest;
-    *total = tf_sum(s, n, 0, 1.0f, 0.0f);
-    return 1.0f / *total;
+/* The largest of s; NaN is passed over, -infinity when there is nothing else. */
+static inline float tf_largest(const float *s, int n) {
+    tf_lanes top = (tf_lanes){0} - INFINITY, v;
+    float lane[8], largest = -INFINITY;
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+        memcpy(&v, s + i, sizeof v);
+        tf_masks above = v > top;
+        top = (tf_lanes)(((tf_masks)v & above) | ((tf_masks)top & ~above));
+    }
+    memcpy(lane, &top, sizeof lane);
+    for (int k = 0; k < 8; k++) largest = lane[k] > largest ? lane[k] : largest;
+    for (; i < n; i++) largest = s[i] > largest ? s[i] : largest;
+    return largest;
+}
+
+/* Of each of `rows` rows of n scores: weights e^(s - max s) in their place, the largest score, the weights' sum. One step for all rows
+ * before the next: each is a chain of operations that wait for one another, and several chains run at once. */
+static inline void tf_softmax(float *s, int stride, int rows, int n, float *peak, float *total) {
+    for (int r = 0; r < rows; r++) peak[r] = tf_largest(s + r * stride, n);
+    for (int r = 0; r < rows; r++) {
+        float *row = s + r * stride, top = peak[r];
+        for (int i = 0; i < n; i++) row[i] = tf_exp(row[i] - top);
+    }
+    for (int r = 0; r < rows; r++) total[r] = tf_sum(s + r * stride, n, 0, 1.0f, 0.0f);
+}
+
+/* kernels.h: merge. */
+static inline void tf_merge(float *out, float *peak, float *total, const float *other, float other_peak, float other_total, int width) {
+    float high = *peak > other_peak ? *peak : other_peak;
+    float own = *total * tf_exp(*peak - high), more = other_total * tf_exp(other_peak - high);
+    float keep = own / (own + more), add = more / (own + more);
+    for (int i = 0; i < width; i++) out[i] = out[i] * keep + other[i] * add;
+    *peak = high;
+    *total = own + more;
 }
 
 /* kernels.h: quantise. The steps are those of kernels/bitlinear/eager.py: over a power of two first, so that no square overflows. */

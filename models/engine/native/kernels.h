@@ -54,6 +54,15 @@ typedef struct {
 /* Keys or values of one layer and one sequence: `slots` x `heads` vectors of `width`. */
 enum { TF_KV_FLOAT16, TF_KV_INT8 };
 
+/* A query head that attends to the slots [from, used), at least one. */
+typedef struct {
+    const float *q;             /* [width] */
+    float *mean, *peak, *total; /* [width], [1], [1]: what it gets */
+    int from, used;
+} tf_query;
+
+enum { TF_WIDE_SLOTS = 16 }; /* vectors that `attend` may keep in fp32 */
+
 typedef struct tf_backend {
     const char *name; /* "avx2", "neon-dotprod", "neon", "portable" */
 
@@ -94,17 +103,17 @@ typedef struct tf_backend {
     /* The score without prior, from the float hidden state itself, summed in fp32 in an order that depends on bits only. */
     float (*exact_score)(const tf_codes *codes, int place, const float *hidden);
 
-    /* Attention of `queries` (query head h of the group, and its result, at h * width) to the slots [from, used), at least one: `out`
-     * gets the mean of their values by softmax of scale * <q, k>; peak[h] the largest scale * <q, k> and total[h] the sum of
-     * exp(scale * <q, k> - peak[h]), so that means over several ranges can be merged. A query's result does not depend on the other
-     * queries of the call. One call is one token's query heads that share a key/value head; the engine keeps a cache in blocks of
-     * `slots` slots and calls once for each. TF_KV_INT8 rounds a vector to 127 steps of its largest magnitude (below 1e-30: zeros;
-     * not finite: all NaN). */
+    /* Attention of query heads to slots of their common key/value head: `mean` gets the mean of their values by softmax of
+     * scale * <q, k>, `peak` the largest scale * <q, k> and `total` the sum of exp(scale * <q, k> - peak), so that means over several
+     * ranges can be merged. A query's result does not depend on the other queries of the call, bit for bit. The engine keeps a cache in
+     * blocks of `slots` slots and calls once for each, with the query heads of one token or of several. TF_KV_INT8 rounds a vector to
+     * 127 steps of its largest magnitude (below 1e-30: zeros; not finite: all NaN). */
     size_t (*kv_bytes)(int kind, int slots, int heads, int width);
     void (*kv_store)(int kind, void *kv, int slots, int heads, int width, int slot, int head, const float *vector);
-    void (*attend)(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q, int queries,
-                   float scale, int from, int used, float *scratch /* queries * (used - from) floats */, float *out, float *peak,
-                   float *total);
+    void (*attend)(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const tf_query *queries,
+                   int count, float scale, float *scratch /* count * slots + TF_WIDE_SLOTS * (width rounded up to 8) */);
+    /* The mean `out` of weight `total` at `peak` takes in another one. */
+    void (*merge)(float *out, float *peak, float *total, const float *other, float other_peak, float other_total, int width);
 
     /* Elementwise, in place or not. Gains and bias may be NULL: 1 and 0. cos, sin: width/2 values. */
     void (*rms_norm)(const float *x, const float *gain, int n, float eps, float *out);

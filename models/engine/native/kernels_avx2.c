@@ -38,6 +38,7 @@ const tf_backend *tf_avx2_backend(void) {
         .kv_bytes = tf_kv_bytes,
         .kv_store = tf_kv_store,
         .attend = attend,
+        .merge = tf_merge,
         .rms_norm = tf_rms_norm,
         .layer_norm = tf_layer_norm,
         .gelu = tf_gelu,

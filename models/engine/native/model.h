@@ -8,6 +8,7 @@
 enum {
     TF_STEP = 32,      /* tokens that go through the layers together */
     TF_KV_BLOCK = 64,  /* slots of a cache's block: what a cache grows by, and one call of `attend` */
+    TF_QUERIES = 64,   /* query heads, of one token or several, in one call of `attend` */
     TF_PIECES = 8,     /* parts at most that a token's attention to one key/value head is split into, for threads */
     TF_SCORED = 512,   /* ids scored at once: enough of them for all threads of a small vocabulary */
     TF_STATES = 8,     /* hidden states scored together */
@@ -138,6 +139,7 @@ void tf_embed(const tf_step *step, int thread);
 /* attention.c */
 void tf_attention(const tf_step *step, int layer, int thread);
 void tf_merge_attention(const tf_step *step, int layer, int token, float *out);
+size_t tf_attend_floats(const tf_config *c); /* of tf_work's scratch: the first ones */
 
 /* forward.c */
 void tf_forward(const tf_step *step, int thread);

@@ -124,7 +124,7 @@ static inline float neon_score_codes(const tf_codes *codes, int first, int last,
         .codes_bytes = tf_codes_bytes, .form_codes = tf_form_codes, .code_words = tf_code_words, .code_tables_bytes = lut8_bytes,      \
         .make_code_tables = lut8_tables, .refine_code_tables = lut8_refine, .part_of_tables = lut8_part, .code_block = TF_IDS,         \
         .score_codes = neon_score_codes, .exact_score = tf_exact_score,                                                                \
-        .kv_bytes = tf_kv_bytes, .kv_store = tf_kv_store, .attend = plain_attend, .rms_norm = tf_rms_norm,                             \
+        .kv_bytes = tf_kv_bytes, .kv_store = tf_kv_store, .attend = plain_attend, .merge = tf_merge, .rms_norm = tf_rms_norm,          \
         .layer_norm = tf_layer_norm, .gelu = tf_gelu, .gelu_mul = tf_gelu_mul, .silu_mul = tf_silu_mul, .rotate = tf_rotate            \
     }
 

@@ -44,6 +44,7 @@ static inline int32_t tf_largest_bits(const float *x, int n) {
 
 /* Sums run in 8 lanes (element i in lane i % 8), which are then added as a tree. */
 typedef float tf_lanes __attribute__((vector_size(32)));
+typedef int32_t tf_masks __attribute__((vector_size(32)));
 
 static inline float tf_tree(const float *lane) {
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));

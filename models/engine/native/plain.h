@@ -46,16 +46,19 @@ TF_INLINE float plain_element(int kind, const void *vector, int i) {
 }
 
 TF_INLINE void plain_attend_one(int kind, const void *keys, const void *values, int slots, int heads, int width, int head,
-                                const float *q, float scale, int from, int used, float *weights, float *out, float *peak, float *total) {
-    const float *key_scales = tf_kv_scales(kind, keys, slots, heads, width, head);
+                                const tf_query *query, float scale, float *weights) {
+    const float *key_scales = tf_kv_scales(kind, keys, slots, heads, width, head), *q = query->q;
     const float *value_scales = tf_kv_scales(kind, values, slots, heads, width, head);
+    float *out = query->mean;
+    int from = query->from, used = query->used;
     for (int slot = from; slot < used; slot++) {
         const void *key = tf_kv_vector(kind, keys, slots, width, slot, head);
         float lane[8] = {0};
         for (int i = 0; i < width; i++) lane[i % 8] += q[i] * plain_element(kind, key, i);
         weights[slot - from] = tf_tree(lane) * (kind == TF_KV_INT8 ? scale * key_scales[slot] : scale);
     }
-    float inverse = tf_softmax(weights, used - from, peak, total);
+    tf_softmax(weights, slots, 1, used - from, query->peak, query->total);
+    float inverse = 1.0f / *query->total;
     memset(out, 0, (size_t)width * sizeof *out);
     for (int slot = from; slot < used; slot++) {
         const void *value = tf_kv_vector(kind, values, slots, width, slot, head);
@@ -65,13 +68,13 @@ TF_INLINE void plain_attend_one(int kind, const void *keys, const void *values, 
 }
 
 /* The kind is written out here too. */
-static inline void plain_attend(int kind, const void *keys, const void *values, int slots, int heads, int width, int head, const float *q,
-                                int queries, float scale, int from, int used, float *scratch, float *out, float *peak, float *total) {
-    for (int h = 0; h < queries; h++, q += width, out += width, peak++, total++) {
+static inline void plain_attend(int kind, const void *keys, const void *values, int slots, int heads, int width, int head,
+                                const tf_query *queries, int count, float scale, float *scratch) {
+    for (int i = 0; i < count; i++) {
         if (kind == TF_KV_INT8)
-            plain_attend_one(TF_KV_INT8, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out, peak, total);
+            plain_attend_one(TF_KV_INT8, keys, values, slots, heads, width, head, queries + i, scale, scratch);
         else
-            plain_attend_one(TF_KV_FLOAT16, keys, values, slots, heads, width, head, q, scale, from, used, scratch, out, peak, total);
+            plain_attend_one(TF_KV_FLOAT16, keys, values, slots, heads, width, head, queries + i, scale, scratch);
     }
 }
 

@@ -46,14 +46,14 @@ static void *take(size_t count, size_t each, size_t size, int *complete)
 static int take_work(tf_engine *engine, tf_work *work, int tokens)
 {
     const tf_config *c = &engine->model->c;
-    int group = c->heads / c->kv_heads, complete = 1;
+    int complete = 1;
     work->x = take(tokens, c->width, sizeof(float), &complete);
     work->input = take(tokens, engine->longest, sizeof(float), &complete);
     work->q = take(tokens, engine->q_stride, 1, &complete);
     work->step = take(tokens, 1, sizeof(float), &complete);
     work->sum = take(tokens, 1, sizeof(int32_t), &complete);
-    /* Logits of one block; then its mean, peaks and totals. */
-    work->scratch = take(group, TF_KV_BLOCK + c->head_dim + 2, sizeof(float), &complete);
+    /* The backend's; then a block's means, peaks and totals. */
+    work->scratch = take(1, tf_attend_floats(c) + (size_t)(c->heads / c->kv_heads) * (c->head_dim + 2), sizeof(float), &complete);
     if (work->q) /* quantised rows end in zeros that nobody writes again */
         memset(work->q, 0, tokens * engine->q_stride);
     return complete;
