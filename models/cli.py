@@ -36,6 +36,11 @@ def run_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
             raise
         print(f"error: out of memory ({error}); use smaller batches, rows or models", file=sys.stderr)
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        if "--debug" in argv or (error.name or "models").partition(".")[0] in ("models", "kernels", "bench"):
+            raise
+        print(f"error: this command needs the package {error.name}; run: pip install -e . (in the checkout)", file=sys.stderr)
+        sys.exit(1)
     except (UserError, OSError) as error:
         if "--debug" in argv:
             raise

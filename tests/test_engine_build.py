@@ -1,5 +1,6 @@
 """Compiling the engine on first use: what a compiler can do wrong, two processes at once, and the sanitized library."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -135,3 +136,18 @@ def test_again_under_sanitizers(name) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized", "-p", "no:cacheprovider", f"tests/{name}"]
     result = subprocess.run(command, cwd=ROOT, env=sanitized.environment(), capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0 and "passed" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="needs ziglang")
+def test_the_compiler_of_the_wheel_makes_the_same_choice(tmp_path):
+    """zig's __builtin_cpu_supports says no to everything, and its libraries ran the portable loops."""
+    code = "import sys; from pathlib import Path; from engine_support import random_arm, write_arm\n"
+    code += "from models.engine.engine import Engine\n"
+    code += "print(Engine(write_arm(random_arm('llama', 'table/table/none/float'), Path(sys.argv[1])), 1).backend)"
+    said = []
+    for compiler in (f"{sys.executable} -m ziglang cc", "cc"):
+        environment = os.environ | {"CC": compiler, "TABLEFREE_CACHE": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        command = [sys.executable, "-c", code, str(tmp_path / "a.tfree")]
+        said.append(subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert said[0] == said[1] != ""

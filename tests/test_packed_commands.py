@@ -12,6 +12,7 @@ import torch
 from models.engine import build
 from models.engine.engine import Engine
 from models.engine.reader import EngineReader
+from models.errors import UsageError
 from models.evaluation.command import expand
 from models.generation.__main__ import main as generate
 from models.generation.opened import OpenOptions, open_model
@@ -125,6 +126,23 @@ def test_the_scorer_answers_as_pytorch(runs, name, near):
     text = "The river São"
     assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
     assert json.dumps(ours.describe()) and ours.describe()["backend"]
+
+
+@pytest.mark.parametrize("command", ["-m models.packed inspect", "-m models.packed verify", "evaluate.py"])
+def test_a_package_that_is_missing_is_named(runs, command):
+    """-S: Python without what was installed. ``--debug`` shows where it was wanted."""
+    command = [sys.executable, "-S", *command.split(), str(runs / "sign.tfree")]
+    done, debug = (subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True) for more in ([], ["--debug"]))
+    assert done.returncode == 1 and done.stderr.startswith("error: this command needs the package ")
+    assert done.stderr.count("\n") == 1 and "Traceback" in debug.stderr
+
+
+def test_what_a_file_says_of_its_run_can_be_seen(runs, capsys):
+    pack(["inspect", "--made-from", str(runs / "sign.tfree")])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["config"]["data"]["dir"] == str(find_checkpoint(runs / "sign").settings.data.dir) and shown["state"]["step"] == 3
+    with pytest.raises(UsageError, match="--made-from is for a file"):
+        pack(["inspect", "--preset", "gemma3-270m", "--arm", "C", "--made-from"])
 
 
 def test_the_module_behind_export_is_no_command():

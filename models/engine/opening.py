@@ -7,6 +7,7 @@ from models.engine.build import why_not
 from models.engine.engine import Engine
 from models.engine.reader import EngineReader
 from models.generation.opened import OpenedModel, OpenOptions
+from models.tables import counted
 
 _log = logging.getLogger("tablefree.engine")
 
@@ -21,7 +22,7 @@ def open_packed_model(path: Path, options: OpenOptions) -> OpenedModel:
         return _open_with_torch(path, options)
     engine = Engine(path, options.threads, options.kv or "float16")
     return OpenedModel(
-        about=f"{path}, {engine.backend} on {engine.threads} threads, {engine.kv} keys and values",
+        about=f"{path}, {engine.backend} on {counted(engine.threads, 'thread')}, {engine.kv} keys and values",
         codec=engine.tokenizer,
         new_reader=lambda: EngineReader(engine),
         close=engine.close,

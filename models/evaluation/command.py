@@ -18,7 +18,7 @@ from models.files import write_json
 from models.ops import check_impl, describe_ops
 from models.packed.load import PackedModel, find_model
 from models.settings import ArmSettings, override
-from models.tables import markdown_table
+from models.tables import counted, markdown_table
 from models.training.checkpoint import Checkpoint
 from models.training.loop import autocast, choose_device
 from models.training.progress import said_progress
@@ -117,8 +117,10 @@ def score(checkpoint: Saved, arm: ArmSettings, device: torch.device, arguments: 
         raise UsageError(f"{checkpoint.path}: was converted, not trained here; name the text to score with --data")
     data = TokenData.open(Path(arguments.data or settings.data.dir))
     if data.tokenizer.fingerprint != checkpoint.state["tokenizer"]:
+        words = checkpoint.words if isinstance(checkpoint, PackedModel) else 0
+        added = f" ({counted(words, 'word')} came later)" if words else ""
         raise UserError(
-            f"{data.folder}: its tokenizer is not the one {checkpoint.path} was trained with; prepare the text with that one: "
+            f"{data.folder}: its tokenizer is not the one {checkpoint.path} was trained with{added}; prepare the text with that: "
             f"python -m models.data prepare OUT --tokenizer {checkpoint.tokenizer_path} ..."
         )
     stream: Any = getattr(data, arguments.split if arguments.split == "train" else "validation")

@@ -32,6 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_rounding(export)
     inspect = _add(commands, "inspect", run_inspect, "say what takes how many bytes")
     inspect.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a .tfree file")
+    inspect.add_argument("--made-from", action="store_true",
+                         help="print all that the file says of the run it was made from instead: settings, paths")  # fmt: skip
     inspect.add_argument("--preset", metavar="NAME", help="account for the model of a preset instead, by its shapes alone")
     inspect.add_argument("--arm", metavar="ARM", help="with --preset: its arm, as `python -m models.presets` lists them")
     inspect.add_argument("--bitnet-scale", choices=("tensor", "row"), default="tensor",
@@ -131,9 +133,12 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if arguments.file:
         if _rounding(arguments) or arguments.arm:
             raise UsageError("--dtype, --map-dtype, --prior-dtype and --arm are for --preset: a file is what it is")
-        _inspect_file(arguments.file)
-    elif not arguments.arm:
-        raise UsageError("--preset needs --arm")
+        if arguments.made_from:
+            _print_origin(arguments.file)
+        else:
+            _inspect_file(arguments.file)
+    elif not arguments.arm or arguments.made_from:
+        raise UsageError("--preset needs --arm" if not arguments.arm else "--made-from is for a file")
     else:
         from models.packed.account import describe_preset
         from models.packed.sections import Rounding, account
@@ -163,7 +168,16 @@ def _inspect_file(path: Path) -> None:
     added = f", {model.words:,} of them added" if model.words else ""
     print(f"{path}: {model.description.arm.parts} on {model.description.kind}, {model.description.vocab_size:,} ids{added}")
     text = model.settings.data.dir or "a converted model"
-    print(f"made from step {model.step:,} of a run on {text}; the run's settings are in the index (made_from)")
+    print(f"made from step {model.step:,} of a run on {text}; all that it says of that run: --made-from")
+
+
+def _print_origin(path: Path) -> None:
+    import json
+
+    from models.packed.file import PackedFile
+
+    with PackedFile(path) as file:
+        print(json.dumps(file.index.get("made_from"), indent=2))
 
 
 def _print_sums_of(path: Path) -> None:
@@ -203,9 +217,10 @@ def run_verify(arguments: argparse.Namespace) -> None:
 def run_extend(arguments: argparse.Namespace) -> None:
     """``extend``: add the words, and say how many."""
     from models.packed.extend import extend, read_words
+    from models.tables import counted
 
     done = extend(arguments.file, read_words(arguments.words, arguments.as_written), arguments.prior_percentile)
-    print(f"{arguments.file}: {done.added:,} words added, {done.known:,} left out that are one token already; "
+    print(f"{arguments.file}: {counted(done.added, 'word')} added, {done.known:,} left out that are one token already; "
           f"{done.vocab_size:,} ids, {done.bytes:,} bytes more")  # fmt: skip
 
 

@@ -6,11 +6,14 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-/* What kernels_avx2.c is compiled for; half floats are a bit of their own, which __builtin_cpu_supports knows only in new compilers. */
+/* What kernels_avx2.c is compiled for, and that the system saves the registers. __builtin_cpu_supports says no to everything when zig
+ * compiles it, and knows half floats in new compilers only. */
 static int runs_avx2(void) {
-    unsigned a, b, c, d;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-    return __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
+    unsigned a, b, c, d, saved, high;
+    enum { FMA = 1 << 12, OSXSAVE = 1 << 27, F16C = 1 << 29, NEEDED = FMA | OSXSAVE | F16C, AVX2 = 1 << 5, VECTORS = 6 };
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & NEEDED) != NEEDED) return 0;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    return (saved & VECTORS) == VECTORS && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & AVX2) != 0;
 }
 #else
 static int runs_avx2(void) { return 0; }
