@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from vocab_samples import LINES, byte_level, random_texts
+from vocab_samples import LINES, byte_level, gemma_like, random_texts
 
 from models.packed.encoder_tables import checked_tables, encoder_tables
 from models.packed.splitting import SHAPED, LibraryNeeded
@@ -152,6 +152,17 @@ def test_other_tokenizers_are_left_to_the_library(change, why, caplog):
     change(backend)
     assert encoder_tables(Tokenizer(backend)) is None
     assert why in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "spaces"])
+def test_an_added_token_for_what_is_unknown_is_left_to_the_library(name, caplog):
+    """It stands for no text, also where it is not declared special."""
+    caplog.set_level("INFO")
+    layout = json.loads((byte_level() if name == "gpt-2" else gemma_like(300)).to_json())
+    entry = next(entry for entry in layout["added_tokens"] if entry["content"] in ("<|endoftext|>", "<unk>"))
+    layout["model"]["unk_token"], entry["special"], entry["normalized"] = entry["content"], False, False
+    assert checked_tables(Tokenizer.from_json(json.dumps(layout))) is None
+    assert "is more than a literal text" in caplog.text
 
 
 def test_merges_whose_ids_are_no_ranks():

@@ -1,5 +1,6 @@
 """The encoder's part of a packed file: what is in it, what damage is refused, what words add, and what memory it takes."""
 
+import gc
 import json
 import random
 import subprocess
@@ -85,6 +86,27 @@ def test_a_file_encodes_without_the_library_and_accounts_for_it(path):
     assert {rows[name] for name in ENCODER_TENSORS} == {"tokenizer"}
     assert SETTINGS in rows and WHOLE not in rows
     PackedModel.open(path).verify()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_a_file_is_closed_with_the_last_reference(path, spaces_path):
+    """Without the collector of circles."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    gc.disable()
+    try:
+        for _ in range(20):
+            for file in (path, spaces_path):
+                codec_of(file).encode(TEXT)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    finally:
+        gc.enable()
+
+
+def test_a_word_that_the_tokenizer_takes_for_another_is_refused(spaces_path):
+    before = spaces_path.read_bytes()
+    with pytest.raises(UserError, match=r"s.tfree: the word 'x\u2581y' cannot be added: to its tokenizer it is 'x y'"):
+        extend(spaces_path, [" fine", "x\u2581y"])
+    assert spaces_path.read_bytes() == before
 
 
 def test_the_tokenizer_json_is_made_again_to_the_letter(path, spaces_path):
@@ -201,6 +223,9 @@ SPOILED = {
     "no numbers": lambda s: json.dumps(json.loads(s) | {"absent": [[]]}).encode(),
     "a piece that is none": lambda s: json.dumps(json.loads(s) | {"pieces": {"x": "y"}}).encode(),
     "deep": lambda s: b"[" * 100_000,
+    "an id beyond all": lambda s: json.dumps(json.loads(s) | {"pieces": {"x": 1 << 23}}).encode(),
+    "UTF-16": lambda s: s.decode().encode("utf-16"),
+    "ids in a string": lambda s: json.dumps(json.loads(s) | {"absent": "12"}).encode(),
 }
 
 
@@ -229,6 +254,7 @@ def test_settings_of_which_no_tokenizer_is_made_are_refused(path, spoiled):
         ({"added": [True]}, "tokenizer.encoder of the index", True),
         ({"added": [0]}, "tokenizer.encoder of the index|an added token is empty", True),
         ({"glue": 5}, "tokenizer.encoder of the index", True),
+        ({"glue": "".join(map(chr, range(300)))}, "tokenizer.encoder of the index", True),
     ],
 )
 def test_entries_of_the_index_that_mean_something_else_are_refused(path, entry, message, engine_too):

@@ -53,7 +53,7 @@ class PackedCodec:
             backend = open_backend(read_json(self._file))
             add_words(backend, [self.tokens[self._own + word] for word in range(self._words)], self._own)
         except UserError as error:
-            raise UserError(f"{self._file.path}: its tokenizer cannot be used: {error}") from error
+            raise self._named(error, "its tokenizer cannot be used: ") from error
         return backend
 
     @cached_property
@@ -72,8 +72,12 @@ class PackedCodec:
                 if "backend" not in vars(self):
                     _log.info("the tokenizers library encodes this text, in more memory: %s", error)
             except UserError as error:
-                raise UserError(f"{self._file.path}: {error}") from error
+                raise self._named(error) from error
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def _named(self, error: UserError, what: str = "") -> UserError:
+        """``error`` with the file's name before it, once."""
+        return error if str(error).startswith(f"{self._file.path}: ") else self._file.fault(f"{what}{error}")
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; special tokens have none, incomplete characters appear as U+FFFD."""
@@ -107,14 +111,14 @@ def read_encoder(file: PackedFile, about: Any, tokens: TokenBytes, words: range)
 
 def _encoder_entry(file: PackedFile, about: Any, ids: int) -> tuple[str, str, list[str], list[int]]:
     """Rule, glue, specials and added tokens (below ``ids``)."""
-    from models.packed.splitting import RULES
+    from models.packed.splitting import MOST_GLUE, RULES
 
     about = about if isinstance(about, dict) else {}
     rule, specials, added, glue = (about.get(name) for name in ("rule", "specials", "added", "glue"))
     if not isinstance(rule, str) or rule not in RULES:
         raise file.fault(f"tokenizer.encoder of the index has the rule {rule!r:.60}; this program knows {', '.join(RULES)}")
-    if glue is not None and not isinstance(glue, str):
-        raise file.fault("tokenizer.encoder of the index has a glue that is no text")
+    if glue is not None and not (isinstance(glue, str) and len(glue) <= MOST_GLUE):
+        raise file.fault(f"tokenizer.encoder of the index has a glue that is no text of up to {MOST_GLUE} characters")
     if not isinstance(specials, list) or not all(isinstance(text, str) for text in specials):
         raise file.fault("tokenizer.encoder of the index has no list of specials")
     if not isinstance(added, list) or not all(type(index) is int and 0 <= index < ids for index in added):

@@ -10,7 +10,6 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Protocol
 
 from models.errors import UserError
@@ -41,7 +40,7 @@ class Encoder:
     ) -> None:  # fmt: skip
         self._tokens, self._alphabet, self._characters, self._merges, self._words = tokens, alphabet, characters, merges, words
         self._literals = _Literals(literals) if any(index is not None for index in literals.values()) else None
-        self._kept = lru_cache(MOST_KEPT)(self._word)
+        self._kept: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``; their bytes are those of the text.
@@ -53,7 +52,7 @@ class Encoder:
         for literal, part in self._literals.parts(text) if self._literals else ((None, text),):
             if literal is None:
                 for word in self._words(part):
-                    ids += self._kept(word) if len(word) <= LONGEST_KEPT else self._word(word)
+                    ids += self._kept.get(word) or self._word(word)
             else:
                 ids.append(literal)
         return ids
@@ -66,6 +65,10 @@ class Encoder:
             right = False
         if not right:
             raise UserError("its merges make other bytes of a word than it has: the file is damaged or was made by another program")
+        if len(word) <= LONGEST_KEPT:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[word] = ids
         return ids
 
     def _begun(self, word: str) -> list[int]:

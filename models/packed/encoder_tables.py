@@ -11,7 +11,7 @@ import numpy as np
 
 from models.packed.encoder import NO_TOKEN, Encoder
 from models.packed.gguf_tokenizer import splitting_steps
-from models.packed.splitting import SPACES, LibraryNeeded, splitter
+from models.packed.splitting import MOST_GLUE, SPACES, LibraryNeeded, splitter
 from models.packed.tokenizer_json import shorten
 from models.packed.writing import NewTensor
 from models.vocab.token_bytes import SPACE_MARK, byte_alphabet
@@ -161,9 +161,13 @@ class _Layout:
             found.append(f"its pre-tokenizer is none of {', '.join(_RULES.values())}")
         if not model["merges"]:
             found.append("it has no merges")
+        elif len(self.glue) > MOST_GLUE:
+            found.append(f"spaces belong to {len(self.glue):,} characters before them")
         for entry in self.layout["added_tokens"]:
             # A special token that is looked for in normalised text only hides others of that kind, and there are none.
-            if any(entry[name] for name in ("single_word", "lstrip", "rstrip")) or (entry["normalized"] and not entry["special"]):
+            textless = not entry["special"] and not self.tokens[entry["id"]]  # the model's own token for what it does not know
+            flags = any(entry[name] for name in ("single_word", "lstrip", "rstrip"))
+            if flags or textless or (entry["normalized"] and not entry["special"]):
                 found.append(f"its added token {entry['content']!r:.40} is more than a literal text")
         return found
 

@@ -78,6 +78,7 @@ def extend(path: Path, words: list[str], percentile: float = 75.0) -> Extension:
         texts = [word.encode() for word in new]
         with naming(path):
             extended = with_words(tokenizer, texts)
+            check_bytes(extended, texts)
             check_splitting(tokenizer, extended, new)
         state = model.state | {"tokenizer": extended.fingerprint}
         about = {
@@ -98,6 +99,13 @@ def _require_codes(model: PackedModel) -> None:
         )
     if model.ids + model.words != size:
         raise UserError(f"{model.path}: the model has {size:,} ids, its tokenizer {model.ids + model.words:,}: no place for words")
+
+
+def check_bytes(extended: Tokenizer, texts: list[bytes]) -> None:
+    """Raise UserError unless the last tokens stand for ``texts`` (some tokenizers take U+2581 for a space)."""
+    for text, token in zip(texts, extended.tokens[-len(texts) :], strict=True):
+        if token != text:
+            raise UserError(f"the word {text.decode()!r:.60} cannot be added: to its tokenizer it is {token.decode()!r:.60}")
 
 
 def check_splitting(before: Tokenizer, after: Tokenizer, words: list[str]) -> None:

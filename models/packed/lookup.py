@@ -7,7 +7,7 @@ All of a tensor is read once, for its checksum, before anything is taken from it
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 
 from models.packed.file import PackedFile, Tensor
@@ -27,7 +27,7 @@ class Numbers(Sequence[int]):
         if tensor is None or tensor.dtype != dtype or len(tensor.shape) != 1:
             raise file.fault(f"has no {name} of {dtype}, which its tokenizer needs")
         self._file, self._name, self._code, self._size = file, name, _CODES[dtype], tensor.shape[0]
-        self._block = lru_cache(BLOCKS)(self._read)
+        self._block = lru_cache(BLOCKS)(partial(_read_block, file, name, self._code, self._size))  # of `self` it would be a circle
 
     def __len__(self) -> int:
         return self._size
@@ -47,9 +47,10 @@ class Numbers(Sequence[int]):
         """The numbers from ``number`` * BLOCK on, at most BLOCK of them."""
         return self._block(number)
 
-    def _read(self, number: int) -> array:
-        first = number * BLOCK
-        return array(self._code, self._file.part(self._name, first, min(BLOCK, self._size - first)))
+
+def _read_block(file: PackedFile, name: str, code: str, size: int, number: int) -> array:
+    first = number * BLOCK
+    return array(code, file.part(name, first, min(BLOCK, size - first)))
 
 
 class SortedTable:

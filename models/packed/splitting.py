@@ -15,6 +15,7 @@ SHAPED = {
 SPACES = "spaces"
 SPACE_MARK = "\u2581"  # as in models/vocab/token_bytes.py, which imports 4 MB of memory
 RULES = (*SHAPED, SPACES)
+MOST_GLUE = 256  # characters; Gemma 3 has one
 WHITE_SPACE = frozenset("\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {chr(code) for code in range(0x2000, 0x200B)}
 NEWEST_UNICODE = 16  # of the library's rule
 

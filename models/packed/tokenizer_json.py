@@ -42,6 +42,10 @@ def restore(settings: dict[str, Any], rule: str, tokens: Sequence[bytes], number
     """
     layout, absent, merges = settings["layout"], set(settings["absent"]), numbers["merges"]
     own = {index: piece for piece, index in settings["pieces"].items()}
+    if not isinstance(settings["absent"], list) or not all(type(index) is int for index in (*own, *absent)):
+        raise TypeError("pieces and absent are an object and a list of ids")
+    if own and not 0 <= min(own) <= max(own) < len(tokens):
+        raise ValueError(f"it has {len(tokens):,} ids, and pieces go from {min(own):,} to {max(own):,}")
     pieces = dict(enumerate(_pieces(rule, tokens, numbers["alphabet"]))) | own
     vocab = {piece: index for index, piece in pieces.items() if index not in absent}
     order = sorted(range(len(merges)), key=(numbers.get("ranks") or numbers["merged"]).__getitem__)
@@ -73,7 +77,7 @@ def read_json(file: PackedFile) -> bytes:
         ids, rule = file.index["tokenizer"]["ids"], file.index["tokenizer"]["encoder"]["rule"]
         tokens = token_list(file)[:ids]
         numbers = {name: _numbers(file, f"tokenizer.{name}") for name in ("alphabet", "merges", "merged", "ranks")}
-        return _dumped(restore(json.loads(file.read(SETTINGS)), rule, tokens, numbers))
+        return _dumped(restore(json.loads(file.read(SETTINGS).decode()), rule, tokens, numbers))
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
