@@ -90,3 +90,37 @@ def samples(tmp_path_factory) -> dict:
     made = json.loads(out.read_text())
     made["compiled"] = {n: {t: Compiled(**c) for t, c in targets.items()} for n, targets in made["compiled"].items()}
     return made
+
+
+@pytest.fixture(scope="session")
+def backends(tmp_path_factory):
+    """The CPU engine's backend of a name; one of another processor's is emulated, or its test skipped."""
+    from emulated_arm import EmulatedBackend, emulated, missing
+
+    from bench.native import Backend
+    from models.engine.build import ensure_library
+
+    library = ensure_library()
+
+    def find(name: str) -> Backend:
+        try:
+            return Backend(name, library)
+        except ValueError as error:
+            reason = missing() if name.startswith("neon") else str(error)
+        if reason:
+            pytest.skip(reason)
+        return EmulatedBackend(emulated(tmp_path_factory.getbasetemp()), name)
+
+    return find
+
+
+@pytest.fixture(params=("portable", "avx2", "neon", "neon-dotprod"))
+def backend(request, backends):
+    return backends(request.param)
+
+
+@pytest.fixture
+def rng():
+    import numpy as np
+
+    return np.random.default_rng(7)

@@ -130,10 +130,10 @@ def test_what_killed_processes_left_and_old_libraries_are_removed(compiler, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_engine_kernels.py", "test_engine.py", "test_engine_prompt.py", "test_engine_skip.py"])
+@pytest.mark.parametrize("name", ["engine", "engine_attention", "engine_kernels", "engine_prompt", "engine_skip"])
 def test_again_under_sanitizers(name) -> None:
     """Reads and writes outside of memory, and undefined behaviour, end the process (tests/sanitized.py)."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized", "-p", "no:cacheprovider", f"tests/{name}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized", "-p", "no:cacheprovider", f"tests/test_{name}.py"]
     result = subprocess.run(command, cwd=ROOT, env=sanitized.environment(), capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0 and "passed" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
 

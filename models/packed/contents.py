@@ -34,22 +34,12 @@ def pieces(file: PackedFile, name: str, rule: Rule) -> Iterator[tuple[int, np.nd
 
 
 def rule_for(file: PackedFile, name: str, description: "ModelDescription") -> Rule:
-    """What the rows of a tensor must be in a model of this description."""
+    """What the rows of a tensor of a model of this description must be."""
     tensor = file.tensors[name]
     if name == PRIOR:
         return prior
     if tensor.dtype in ("float16", "float32"):
         return scales if name.removesuffix(".scale") in file.tensors and name.endswith(".scale") else finite
-    if name == "tokenizer.ends":
-        return Ends(file.tensors["tokenizer.bytes"].shape[0])
-    if name == "tokenizer.alphabet":
-        return Alphabet(token_list(file))
-    if name == "tokenizer.merges":
-        return Merges(file)
-    if name == "tokenizer.ranks":
-        return Permutation(tensor.shape[0])
-    if name == "tokenizer.characters":
-        return Characters(file)
     if name.endswith(".packed"):
         return ternary
     if tensor.dtype == "int8":
@@ -63,14 +53,27 @@ def rule_for(file: PackedFile, name: str, description: "ModelDescription") -> Ru
     return anything
 
 
+def tokenizer_rule(file: PackedFile, name: str, tokens: list[bytes]) -> Rule:
+    """What the rows of a tensor of the tokenizer must be; ``tokens``: what ``token_list`` made of its bytes and ends."""
+    if name == "tokenizer.alphabet":
+        return Alphabet(tokens)
+    if name == "tokenizer.merges":
+        return Merges(file, tokens)
+    if name == "tokenizer.ranks":
+        return Permutation(file.tensors[name].shape[0])
+    if name == "tokenizer.characters":
+        return Characters(file, tokens)
+    return anything
+
+
 def check_contents(file: PackedFile, description: "ModelDescription") -> None:
     """Read every tensor, with its checksums, and check its numbers. Raises UserError that names the first wrong one."""
+    tokens = token_list(file)
     for name in file.tensors:
-        rule = rule_for(file, name, description)
+        of_tokenizer = name.startswith("tokenizer.")
+        rule = tokenizer_rule(file, name, tokens) if of_tokenizer else rule_for(file, name, description)
         for _ in pieces(file, name, rule):
             pass
-        if isinstance(rule, Ends):
-            rule.finish(file)
 
 
 def anything(_: np.ndarray) -> str:
@@ -108,22 +111,6 @@ def at_most(rows: np.ndarray, most: int) -> str:
     return "" if ((rows >= 0) & (rows <= most)).all() else f"holds values outside 0 to {most:,}"
 
 
-class Ends:
-    """Ends of the tokens' bytes: none before the one before it, the last where the bytes end."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.last = length, 0
-
-    def __call__(self, rows: np.ndarray) -> str:
-        steps = np.diff(rows.astype(np.int64), prepend=self.last)
-        self.last = int(rows[-1])
-        return "does not grow from token to token" if (steps < 0).any() else ""
-
-    def finish(self, file: PackedFile) -> None:
-        if self.last != self.length:
-            raise file.fault(f"tokenizer.ends ends at {self.last:,}, tokenizer.bytes has {self.length:,}")
-
-
 class Alphabet:
     """Ids of single bytes, in order; NO_TOKEN for a byte without one."""
 
@@ -141,8 +128,8 @@ class Alphabet:
 class Merges:
     """Pairs of ids, ascending; each becomes the id of tokenizer.merged that has the bytes of both."""
 
-    def __init__(self, file: PackedFile) -> None:
-        self.tokens, self.last, self.row = token_list(file), -1, 0
+    def __init__(self, file: PackedFile, tokens: list[bytes]) -> None:
+        self.tokens, self.last, self.row = tokens, -1, 0
         self.merged = np.concatenate([rows for _, rows in pieces(file, "tokenizer.merged", anything)]).tolist()
 
     def __call__(self, rows: np.ndarray) -> str:
@@ -159,8 +146,8 @@ class Merges:
 class Characters:
     """Code points, ascending; the id of each has its character as bytes."""
 
-    def __init__(self, file: PackedFile) -> None:
-        self.tokens, self.last, self.row = token_list(file), -1, 0
+    def __init__(self, file: PackedFile, tokens: list[bytes]) -> None:
+        self.tokens, self.last, self.row = tokens, -1, 0
         self.ids = np.concatenate([rows for _, rows in pieces(file, "tokenizer.character_ids", anything)]).tolist()
 
     def __call__(self, rows: np.ndarray) -> str:

@@ -17,8 +17,6 @@ from models.packed.lookup import token_list
 from models.packed.splitting import SPACE_MARK, SPACES
 
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer.settings"
-
-
 Numbers = Mapping[str, Sequence[int]]  # alphabet, merges, merged and, where ids are no ranks, ranks: as in docs/tfree.md
 
 

@@ -79,7 +79,7 @@ static inline void tf_layer_norm(const float *x, const float *gain, const float 
 }
 
 /* The largest of s; NaN is passed over, -infinity when there is nothing else. */
-static inline float tf_largest(const float *s, int n) {
+static inline float tf_peak(const float *s, int n) {
     tf_lanes top = (tf_lanes){0} - INFINITY, v;
     float lane[8], largest = -INFINITY;
     int i = 0;
@@ -97,7 +97,7 @@ static inline float tf_largest(const float *s, int n) {
 /* Of each of `rows` rows of n scores: weights e^(s - max s) in their place, the largest score, the weights' sum. One step for all rows
  * before the next: each is a chain of operations that wait for one another, and several chains run at once. */
 static inline void tf_softmax(float *s, int stride, int rows, int n, float *peak, float *total) {
-    for (int r = 0; r < rows; r++) peak[r] = tf_largest(s + r * stride, n);
+    for (int r = 0; r < rows; r++) peak[r] = tf_peak(s + r * stride, n);
     for (int r = 0; r < rows; r++) {
         float *row = s + r * stride, top = peak[r];
         for (int i = 0; i < n; i++) row[i] = tf_exp(row[i] - top);
